@@ -1,0 +1,122 @@
+"""The dialect interface: a provider's JSON to one neutral request, one neutral answer to the provider's JSON.
+
+Dialects are pure: no sockets, no clocks, no tokens. A dialect is an object with the methods below; the gateway finds it
+by the paths it names. `Known` makes reading incremental: a request repeats the whole history, and only the part that is
+new since the last request is converted; the unchanged messages are the very objects of last time, fingerprints and all.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from towline.conversation import Answer, Message, Request
+from towline.errors import ApiError
+
+
+@dataclass(slots=True)
+class Known:
+    """The items and messages of an earlier request of the same session.
+
+    `starts[i]` is the index of the first item that message `i` was read from.
+    """
+
+    items: list[Any] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    def shared(self, items: list[Any]) -> int:
+        """How many leading items of `items` equal ours (one C-level comparison when all of ours are repeated)."""
+        ours = self.items
+        if len(items) >= len(ours) and items[: len(ours)] == ours:
+            return len(ours)
+        count = 0
+        for mine, theirs in zip(ours, items, strict=False):
+            if mine != theirs:
+                break
+            count += 1
+        return count
+
+    def reusable(self, shared: int) -> int:
+        """How many leading messages lie wholly inside the first `shared` items, so that no later item extends them."""
+        return max(0, bisect_left(self.starts, shared) - 1)
+
+
+@dataclass(slots=True)
+class Call:
+    """An HTTP call for a dialect, already decoded."""
+
+    operation: str
+    """Which of the dialect's operations the path named: `generate`, `models`, `count_tokens`, …"""
+    body: dict[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Header names in lower case."""
+    query: Mapping[str, str] = field(default_factory=dict)
+    path: Mapping[str, str] = field(default_factory=dict)
+    """Values of the path's placeholders (`model` in Google's paths)."""
+
+
+@dataclass(slots=True)
+class Response:
+    """A complete HTTP response."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Stream(Protocol):
+    """Writes one streamed response. Each piece is bytes that go out as they are.
+
+    Order: `start` once, `ping` any number of times, then `finish` or `error` once.
+    """
+
+    def start(self) -> bytes: ...
+
+    def ping(self) -> bytes: ...
+
+    def finish(self, answer: Answer) -> Iterable[bytes]: ...
+
+    def error(self, error: ApiError) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path of a dialect, in Starlette's notation, and the operation it names."""
+
+    method: str
+    path: str
+    operation: str
+
+
+class Dialect(Protocol):
+    """One provider's wire API."""
+
+    name: ClassVar[str]
+    routes: ClassVar[tuple[Route, ...]]
+
+    def items(self, body: dict[str, Any]) -> list[Any]:
+        """The body's list of history items, for finding what is known; raises `BadRequest` if it is not a list."""
+        ...
+
+    def read(self, call: Call, known: Known) -> tuple[Request, Known]:
+        """The neutral request and what is known after it. Raises `BadRequest` that names the field at fault."""
+        ...
+
+    def write(self, request: Request, answer: Answer) -> Response:
+        """The whole answer at once."""
+        ...
+
+    def stream(self, request: Request, id: str, created: int, model: str) -> Stream:
+        """A writer for the answer as server-sent events."""
+        ...
+
+    def error(self, error: ApiError) -> Response:
+        """An error in the provider's own shape, status and headers."""
+        ...
+
+    def models(self, names: list[str], created: int) -> Response:
+        """The list of models in the provider's shape."""
+        ...
