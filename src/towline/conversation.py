@@ -64,6 +64,9 @@ class Message:
     """Cache of `tokens.fingerprint.of`; nothing else writes it."""
 
 
+_FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
 @dataclass(slots=True)
 class Tool:
     """A tool the harness offers."""
@@ -77,8 +80,9 @@ class Tool:
     """Further fields of the declaration (`strict`, a grammar, …): part of the root key, shown to no template."""
 
     def as_function(self) -> dict[str, Any]:
-        """The declaration in the shape that chat templates expect."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        """The declaration in the shape that chat templates expect; a freeform tool takes one text, `input`."""
+        parameters = _FREEFORM if self.custom else self.parameters
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
 

@@ -12,8 +12,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from towline.conversation import Answer, Message, Request
+import orjson
+
+from towline.conversation import Answer, Message, Request, Tool
 from towline.errors import ApiError
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The tools of an earlier request. The same declarations give the very same tuple, so that a hash can be cached."""
+
+    source: bytes = b""
+    """The declarations as sent, as JSON."""
+    tools: tuple[Tool, ...] = ()
+    ignored: tuple[str, ...] = ()
+    """Declarations that were left out, for `Request.ignored`."""
 
 
 @dataclass(slots=True)
@@ -26,9 +39,25 @@ class Known:
     items: list[Any] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    literal: dict[int, bytes] = field(default_factory=dict)
+    """By ascending index, the JSON of items whose values count as such (arguments that are an object, not a string).
+
+    Python's `==` does not tell `True`, `1` and `1.0` apart; these items are compared by their JSON as well.
+    """
+    declared: Declared = field(default_factory=Declared)
 
     def shared(self, items: list[Any]) -> int:
-        """How many leading items of `items` equal ours (one C-level comparison when all of ours are repeated)."""
+        """How many leading items of `items` equal ours."""
+        count = self._equal(items)
+        for index, source in self.literal.items():
+            if index >= count:
+                break
+            if orjson.dumps(items[index]) != source:
+                return index
+        return count
+
+    def _equal(self, items: list[Any]) -> int:
+        """The same by `==` alone: one C-level comparison when all of ours are repeated."""
         ours = self.items
         if len(items) >= len(ours) and items[: len(ours)] == ours:
             return len(ours)
@@ -119,4 +148,8 @@ class Dialect(Protocol):
 
     def models(self, names: list[str], created: int) -> Response:
         """The list of models in the provider's shape."""
+        ...
+
+    def model(self, name: str, created: int) -> Response:
+        """One model of that list."""
         ...

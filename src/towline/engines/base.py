@@ -18,13 +18,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
+from towline.arrays import Floats, Ids
 from towline.conversation import Finish, Request
 
-Ids = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
+__all__ = ["Capture", "Engine", "EngineInfo", "Floats", "Ids", "PauseMode", "Sample", "SampleRequest"]
 
 
 class Capture(StrEnum):

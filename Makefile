@@ -1,0 +1,64 @@
+# The commands of the repository. Each works from a fresh clone: what it needs is set up first, in .venv next to this
+# file; downloads are cached outside the clone (pip's and npm's caches, and ~/.cache/towline for tokenizers).
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+READY := .venv/.ready
+PYTEST_ARGS ?=
+RUFF_PATHS := $(wildcard src tests bench examples)
+
+.PHONY: help setup assets demo test lint format bench audit lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY) ## Make .venv with everything that is pinned (PYTHON=…, TORCH_ARGS=… to choose)
+
+# The stamp is written last, so an interrupted set-up is taken up again.
+$(READY): pyproject.toml requirements/install.sh requirements/dev.txt requirements/torch.txt requirements/templates.txt
+	@bash requirements/install.sh
+	@touch $@
+
+assets: setup ## Fetch the real tokenizers and chat templates that tests, demo and audit use
+	@$(BIN)/python -m towline.assets fetch
+
+demo: assets ## Run the example agent against the embedded engine and show what was recorded
+	$(BIN)/towline demo
+
+test: assets ## Run all tests (PYTEST_ARGS="-k name" for some)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup ## Check style, formatting and types
+	$(BIN)/ruff check $(RUFF_PATHS)
+	$(BIN)/ruff format --check $(RUFF_PATHS)
+	$(BIN)/mypy
+
+format: setup ## Rewrite the code in the house style
+	$(BIN)/ruff check --fix $(RUFF_PATHS)
+	$(BIN)/ruff format $(RUFF_PATHS)
+
+bench: assets ## Measure what the README's figures come from
+	$(BIN)/python bench/run.py
+
+audit: assets ## Prove token fidelity over real tokenizers and templates; rows and model go to runs/audit
+	$(BIN)/towline audit fidelity --json --out runs/audit
+
+LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	--custom-compile-command "make lock"
+
+# Not after `setup`, which fails when a dependency is not locked yet: any environment will do.
+lock: ## Write the hashed requirement files anew with the newest allowed versions
+	@test -x $(BIN)/python || bash requirements/install.sh
+	$(BIN)/python -m pip install --quiet uv==0.13.7
+	$(LOCK) pyproject.toml requirements/dev.in --extra assets -o requirements/dev.txt
+	$(LOCK) pyproject.toml -c requirements/dev.txt -o requirements/base.txt
+	$(LOCK) --no-deps requirements/templates.in -o requirements/templates.txt
+
+clean: ## Remove .venv, caches and build output; runs/ and the download caches stay
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

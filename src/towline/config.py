@@ -1,0 +1,169 @@
+"""Settings: one `towline.toml`, one object, environment overrides.
+
+Order of precedence: command line, environment (`TOWLINE_GATEWAY__PORT=8001`), `towline.toml`, defaults. Unknown keys are
+errors that name the key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from towline.errors import ConfigError
+from towline.schema import BuilderName, ContextPolicy, TurnRole
+from towline.schema.vocabulary import TRAINED_ROLES
+
+FILE = "towline.toml"
+PREFIX = "TOWLINE_"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Limits(_Section):
+    """What one session may use. `None` is no limit of its own."""
+
+    turns: int | None = Field(None, ge=1)
+    sampled_tokens: int | None = Field(None, ge=1)
+    context: int | None = Field(None, ge=1)
+    """Longest prompt plus reply in tokens; never more than the engine's own."""
+    seconds: float | None = Field(None, gt=0)
+    """Wall clock since the session was created."""
+
+
+class SamplingSettings(_Section):
+    """How turns are sampled.
+
+    `fixed` (for training): temperature, top-p and top-k are these, whatever the harness asks, and nothing else biases the
+    distribution; what was overridden is recorded. `harness`: the harness's own values where it gives them.
+    """
+
+    mode: Literal["fixed", "harness"] = "fixed"
+    temperature: float = Field(1.0, ge=0, le=10)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_tokens: int = Field(4096, ge=1)
+    """Longest turn; a harness may ask for less."""
+
+
+class SessionSettings(_Section):
+    """What a session is run under; every field may be set when the session is created."""
+
+    policy: ContextPolicy = ContextPolicy.RETAIN
+    builder: BuilderName = BuilderName.EXACT
+    capture: Literal["exact", "plain"] = "exact"
+    vanishing: Literal["fork", "keep"] = "fork"
+    noise: tuple[str, ...] = ()
+    """Patterns (regular expressions) of text that changes on every call and means nothing."""
+    trained_roles: tuple[TurnRole, ...] = tuple(TRAINED_ROLES)
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    sampling: SamplingSettings = SamplingSettings()
+    limits: Limits = Limits()
+
+    @field_validator("noise")
+    @classmethod
+    def _patterns_compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return patterns
+
+
+class GatewaySettings(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8500, ge=0, le=65535)
+    """Provider routes, for harnesses. 0 takes a free port."""
+    control_host: str = "127.0.0.1"
+    control_port: int = Field(8501, ge=0, le=65535)
+    public_url: str | None = None
+    """How harnesses reach the provider routes, if not by host and port."""
+    data: Path = Path("towline-data")
+    journal: Literal["group", "os", "none"] = "group"
+    body_bytes: int = Field(64 * 1024 * 1024, ge=1024)
+    ping_seconds: float = Field(5.0, gt=0)
+    """How often a stream that waits for its turn is kept alive."""
+    orphan_seconds: float = Field(30.0, ge=0)
+    """How long a turn goes on after its client left, for a retry to pick it up."""
+    sessions: int = Field(10_000, ge=1)
+    """Most open sessions at a time."""
+
+
+class ModelSettings(_Section):
+    folder: Path | None = None
+    template: Path | None = None
+    renderer: str = "auto"
+    """`auto`, `sentinel`, or a family of the `renderers` package."""
+    format: str | None = None
+    """Tool-call format, if it is not to be found from the template."""
+    special_text: Literal["engine", "plain"] = "engine"
+    name: str = ""
+    """The name under which `/v1/models` lists it; the folder's name by default."""
+
+
+class EngineSettings(_Section):
+    kind: Literal["embedded", "scripted"] = "embedded"
+    seed: int | None = None
+    threads: int | None = Field(None, ge=1)
+    max_batch: int = Field(16, ge=1)
+
+
+class Settings(_Section):
+    gateway: GatewaySettings = GatewaySettings()
+    session: SessionSettings = SessionSettings()
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+
+    @classmethod
+    def load(cls, file: Path | None = None, **overrides: dict[str, Any]) -> Self:
+        """From the file (`towline.toml` here, if there is one), the environment and `overrides`, in rising precedence."""
+        path = file or Path(FILE)
+        values: dict[str, Any] = {}
+        if path.is_file():
+            try:
+                values = tomllib.loads(path.read_text("utf-8"))
+            except tomllib.TOMLDecodeError as error:
+                raise ConfigError(f"{path}: {error}") from error
+        elif file is not None:
+            raise ConfigError(f"{file} does not exist")
+        _merge(values, _from_environment(os.environ, cls))
+        _merge(values, {section: _given(fields) for section, fields in overrides.items()})
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"settings: {problems}") from error
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
+    for name, value in over.items():
+        if isinstance(value, dict) and isinstance(base.get(name), dict):
+            _merge(base[name], value)
+        else:
+            base[name] = value
+
+
+def _from_environment(environment: Any, settings: type[Settings]) -> dict[str, Any]:
+    """`TOWLINE_SECTION__FIELD[__FIELD]`; a section that does not exist is somebody else's variable."""
+    values: dict[str, Any] = {}
+    for name, value in environment.items():
+        if not name.startswith(PREFIX) or "__" not in name:
+            continue
+        path = name[len(PREFIX) :].lower().split("__")
+        if path[0] in settings.model_fields:
+            place = values
+            for part in path[:-1]:
+                place = place.setdefault(part, {})
+            place[path[-1]] = value
+    return values

@@ -1,0 +1,190 @@
+"""Readers of JSON fields that name the field at fault.
+
+Every reader returns the value in the type it promises or raises `BadRequest` whose `param` is the path of the field in
+the client's own notation (`messages[3].tool_calls[0].function.arguments`). Paths are put together only when something
+is wrong. Nothing but `BadRequest` leaves this module, whatever the JSON holds: types are checked before use, `true` is
+no number, and nesting is bounded so that no later comparison or serialisation can exhaust the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import orjson
+
+from towline.errors import BadRequest
+
+MAX_DEPTH = 128
+"""How deep values that we keep may be nested."""
+_SERIALISER_DEPTH = 254
+"""orjson refuses to write anything deeper, which makes it a depth gauge that runs in C."""
+INT32 = 2**31 - 1
+INT64 = 2**63 - 1
+_QUOTED = 60
+
+
+def path(where: str, key: str) -> str:
+    """The path of field `key` of the object at `where` (the empty string is the body)."""
+    return f"{where}.{key}" if where else key
+
+
+def type_name(value: object) -> str:
+    """What JSON calls the type of a value, with its article."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int):
+        return "an integer"
+    if isinstance(value, float):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    return "an array" if isinstance(value, list) else "an object"
+
+
+def quoted(value: str) -> str:
+    """A value from the client, short enough for a message."""
+    return f"'{value}'" if len(value) <= _QUOTED else f"'{value[:_QUOTED]}…'"
+
+
+def wrong_type(where: str, expected: str, value: object) -> NoReturn:
+    raise BadRequest(
+        f"Invalid type for '{where}': expected {expected}, but got {type_name(value)} instead.", param=where
+    )
+
+
+def wrong_value(where: str, reason: str) -> NoReturn:
+    raise BadRequest(f"Invalid value for '{where}': {reason}.", param=where)
+
+
+def missing(where: str) -> NoReturn:
+    raise BadRequest(f"Missing required parameter: '{where}'.", param=where)
+
+
+def check_depth(value: Any, where: str) -> None:
+    """Refuses values nested deeper than `MAX_DEPTH`."""
+    if too_deep(value):
+        wrong_value(where, f"it is nested more than {MAX_DEPTH} levels deep or holds what JSON cannot carry")
+
+
+def too_deep(value: Any) -> bool:
+    """Whether a JSON value is nested deeper than `MAX_DEPTH` (or is no JSON value at all)."""
+    for _ in range(_SERIALISER_DEPTH - MAX_DEPTH):
+        value = [value]
+    return not _writable(value)
+
+
+def _writable(value: Any) -> bool:
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+def as_object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        wrong_type(where, "an object", value)
+    return value
+
+
+def as_list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        wrong_type(where, "an array", value)
+    return value
+
+
+def as_text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        wrong_type(where, "a string", value)
+    return value
+
+
+def required_text(source: Mapping[str, Any], key: str, where: str = "") -> str:
+    """A string that must be there and not be empty."""
+    value = source.get(key)
+    if value is None:
+        missing(path(where, key))
+    if as_text(value, path(where, key)) == "":
+        wrong_value(path(where, key), "it is empty")
+    return str(value)
+
+
+def optional_text(source: Mapping[str, Any], key: str, where: str = "") -> str | None:
+    """A string, or `None` if the field is absent or null."""
+    value = source.get(key)
+    if value is None or isinstance(value, str):
+        return value
+    wrong_type(path(where, key), "a string", value)
+
+
+def optional_flag(source: Mapping[str, Any], key: str, where: str = "") -> bool | None:
+    value = source.get(key)
+    if value is None or isinstance(value, bool):
+        return value
+    wrong_type(path(where, key), "a boolean", value)
+
+
+def optional_object(source: Mapping[str, Any], key: str, where: str = "") -> dict[str, Any] | None:
+    value = source.get(key)
+    if value is None or isinstance(value, dict):
+        return value
+    wrong_type(path(where, key), "an object", value)
+
+
+def optional_list(source: Mapping[str, Any], key: str, where: str = "") -> list[Any] | None:
+    value = source.get(key)
+    if value is None or isinstance(value, list):
+        return value
+    wrong_type(path(where, key), "an array", value)
+
+
+def optional_integer(source: Mapping[str, Any], key: str, low: int, high: int, where: str = "") -> int | None:
+    """An integer from `low` to `high`, or `None` if the field is absent or null."""
+    value = source.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        wrong_type(path(where, key), "an integer", value)
+    if not low <= value <= high:
+        wrong_value(path(where, key), f"expected an integer from {low} to {high}")
+    return value
+
+
+def optional_number(source: Mapping[str, Any], key: str, low: float, high: float, where: str = "") -> float | None:
+    """A finite number from `low` to `high`, or `None` if the field is absent or null."""
+    value = source.get(key)
+    return None if value is None else as_number(value, low, high, path(where, key))
+
+
+def as_number(value: Any, low: float, high: float, where: str) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        wrong_type(where, "a number", value)
+    if not low <= value <= high:
+        wrong_value(where, f"expected a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def read_arguments(value: Any, where: str) -> dict[str, Any] | str:
+    """The arguments of a call: a JSON object as such or in a string; a string that holds none is kept as it is.
+
+    So is one that could not be written again, which is also where the parsers of replies draw the line: what a model
+    said comes back as it was said.
+    """
+    if isinstance(value, str):
+        try:
+            parsed = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            return value
+        if not isinstance(parsed, dict):
+            return value
+        shallow = value.count("{") + value.count("[") <= MAX_DEPTH
+        return parsed if shallow or _writable([parsed]) else value
+    if value is None:
+        return {}
+    if isinstance(value, dict):
+        check_depth(value, where)
+        return value
+    wrong_type(where, "a string or an object", value)

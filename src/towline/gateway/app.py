@@ -1,0 +1,259 @@
+"""The provider listener: authenticate, read, continue, sample, record, reply.
+
+Plain ASGI, since it is on the path of every token. Whatever a harness sends, the answer is in its provider's own shape:
+a reply, or an error that says what is wrong. The whole turn is sampled and in the journal before its first content goes
+out; until then a stream is kept alive with the provider's own pings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+import orjson
+from starlette.types import Message as Event
+from starlette.types import Receive, Scope, Send
+
+from towline.crashpoints import crash_point
+from towline.dialects.base import Call, Dialect, Response, Route
+from towline.errors import ApiError, BadRequest, ErrorKind, FidelityError
+from towline.gateway.gateway import Gateway
+from towline.gateway.session import Session, Turns
+
+log = logging.getLogger("towline.gateway")
+_IN_PATH = re.compile(r"/s/([A-Za-z0-9_-]{8,200})(/.*)")
+_SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class _Left(Exception):
+    """The client closed its connection."""
+
+
+class Connection:
+    """One HTTP exchange: its body, its answer, and whether the client is still there."""
+
+    def __init__(self, receive: Receive, send: Send):
+        self._receive = receive
+        self._send = send
+        self._watch: asyncio.Task[None] | None = None
+        self.started = False
+        self.left = False
+
+    async def body(self, limit: int) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            event: Event = await self._receive()
+            if event["type"] == "http.disconnect":
+                self.left = True
+                raise _Left
+            chunk = event.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise ApiError(ErrorKind.TOO_LARGE, f"the body is larger than {limit} bytes")
+            if chunk:
+                chunks.append(chunk)
+            if not event.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def watch(self) -> asyncio.Task[None]:
+        """A task that ends when the client leaves."""
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().create_task(self._until_left())
+        return self._watch
+
+    async def _until_left(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.left = True
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def respond(self, response: Response) -> None:
+        headers = {"content-type": "application/json", **response.headers, "content-length": str(len(response.body))}
+        await self.begin(response.status, headers)
+        await self._send({"type": "http.response.body", "body": response.body})
+
+    async def begin(self, status: int, headers: dict[str, str]) -> None:
+        self.started = True
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def write(self, data: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class ProviderApp:
+    """Serves every dialect at its usual paths."""
+
+    def __init__(self, gateway: Gateway, dialects: Sequence[Dialect], *, only: str | None = None):
+        """With `only`, the listener serves that one session and no other."""
+        self.gateway = gateway
+        self.only = only
+        self._fallback = dialects[0]
+        self._routes = [(_pattern(route), route, dialect) for dialect in dialects for route in dialect.routes]
+        self._fixed = {(r.method, r.path): (r, d) for _, r, d in self._routes if "{" not in r.path}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        connection = Connection(receive, send)
+        dialect = self._fallback
+        try:
+            path, key = _split_path(scope)
+            route, dialect, values = self._find(scope["method"], path)
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+            session = self._authenticate(key, headers, query)
+            await self._serve(connection, session, dialect, route, Call(route.operation, {}, headers, query, values))
+        except _Left:
+            return
+        except ApiError as error:
+            await _refuse(connection, dialect, error)
+        except FidelityError:
+            log.exception("the exactness invariant is broken; the turn is refused")
+            await _refuse(connection, dialect, ApiError(ErrorKind.INTERNAL, "the gateway refused an inexact turn"))
+        except Exception:
+            log.exception("unexpected error while answering %s %s", scope["method"], scope["path"].split("/s/")[0])
+            await _refuse(connection, dialect, ApiError(ErrorKind.INTERNAL, "the gateway failed; its log says why"))
+        finally:
+            connection.close()
+
+    def _find(self, method: str, path: str) -> tuple[Route, Dialect, dict[str, str]]:
+        fixed = self._fixed.get((method, path))
+        if fixed is not None:
+            return fixed[0], fixed[1], {}
+        other: Dialect | None = None
+        for pattern, route, dialect in self._routes:
+            found = pattern.fullmatch(path)
+            if found is not None:
+                if route.method == method:
+                    return route, dialect, found.groupdict()
+                other = other or dialect
+        if other is not None:
+            raise ApiError(ErrorKind.METHOD, f"{method} is not allowed for {path}")
+        raise ApiError(ErrorKind.NOT_FOUND, f"no such path: {method} {path}")
+
+    def _authenticate(self, key: str, headers: dict[str, str], query: dict[str, str]) -> Session:
+        if not key:
+            bearer = headers.get("authorization", "")
+            if bearer[:7].lower() == "bearer ":
+                key = bearer[7:].strip()
+        key = key or headers.get("x-api-key", "") or headers.get("x-goog-api-key", "") or query.get("key", "")
+        if not key:
+            raise ApiError(ErrorKind.UNAUTHORISED, "no API key: give the session's key")
+        session = self.gateway.by_key(key)
+        if session is None or (self.only is not None and session.id != self.only):
+            raise ApiError(ErrorKind.UNAUTHORISED, "the API key is not that of an open session")
+        return session
+
+    async def _serve(
+        self, connection: Connection, session: Session, dialect: Dialect, route: Route, call: Call
+    ) -> None:
+        if route.operation == "models":
+            await connection.respond(dialect.models([self.gateway.model], self.gateway.created))
+            return
+        if route.operation == "model":
+            await connection.respond(dialect.model(call.path["model"], self.gateway.created))
+            return
+        call.body = _json(await connection.body(self.gateway.settings.body_bytes))
+        try:
+            request, thread = session.read(dialect, call)
+            turns = session.start(request, thread)
+        except RecursionError as error:
+            raise BadRequest("the body is nested too deeply") from error
+        id = secrets.token_hex(12)
+        try:
+            if request.stream:
+                await self._stream(connection, session, dialect, turns, id)
+            else:
+                await self._whole(connection, session, dialect, turns, id)
+        finally:
+            if not all(node.delivered for node in turns.nodes):
+                session.abandon(turns, self.gateway.settings.orphan_seconds)
+
+    async def _whole(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns, id: str) -> None:
+        if not turns.work.done():
+            await asyncio.wait((turns.work, connection.watch()), return_when=asyncio.FIRST_COMPLETED)
+            if connection.left:
+                raise _Left
+        error = await session.failed(turns)
+        if error is not None:
+            raise error
+        crash_point("gateway.before_reply")
+        await connection.respond(dialect.write(turns.request, session.answer(turns, id)))
+        crash_point("gateway.after_reply")
+        if not connection.left:
+            await session.delivered(turns)
+
+    async def _stream(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns, id: str) -> None:
+        ping = self.gateway.settings.ping_seconds
+        stream = dialect.stream(turns.request, id, int(time.time()), turns.request.model)
+        head = b""
+        while not turns.work.done():
+            await asyncio.wait((turns.work, connection.watch()), timeout=ping, return_when=asyncio.FIRST_COMPLETED)
+            if connection.left:
+                raise _Left
+            if turns.work.done():
+                break
+            if not connection.started:
+                await connection.begin(200, _SSE)
+                head = stream.start()
+            await connection.write(head + stream.ping(), more=True)
+            head = b""
+        error = await session.failed(turns)
+        if error is not None:
+            if not connection.started:
+                raise error
+            await connection.write(stream.error(error), more=False)
+            return
+        if not connection.started:
+            await connection.begin(200, _SSE)
+            head = stream.start()
+        crash_point("gateway.before_reply")
+        await connection.write(head + b"".join(stream.finish(session.answer(turns, id))), more=False)
+        crash_point("gateway.after_reply")
+        if not connection.left:
+            await session.delivered(turns)
+
+
+async def _refuse(connection: Connection, dialect: Dialect, error: ApiError) -> None:
+    if connection.started or connection.left:
+        return
+    await connection.respond(dialect.error(error))
+
+
+def _split_path(scope: Scope) -> tuple[str, str]:
+    """The path without a key in it, and that key."""
+    path: str = scope["path"]
+    found = _IN_PATH.fullmatch(path)
+    return (found.group(2), unquote(found.group(1))) if found is not None else (path, "")
+
+
+def _pattern(route: Route) -> re.Pattern[str]:
+    """`{name}` is one path segment, `{name:path}` any rest."""
+    parts = re.split(r"\{(\w+)(:path)?\}", route.path)
+    text = ""
+    for index in range(0, len(parts), 3):
+        text += re.escape(parts[index])
+        if index + 1 < len(parts):
+            text += f"(?P<{parts[index + 1]}>{'.+' if parts[index + 2] else '[^/]+'})"
+    return re.compile(text)
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadRequest("the body must be a JSON object")
+    return value

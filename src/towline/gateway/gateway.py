@@ -1,0 +1,302 @@
+"""The gateway itself: one engine, one codec, one journal, and the sessions that harnesses talk through.
+
+Order of writing, so that nothing acknowledged is lost: a session is in the journal before its key is given out; a turn
+before its reply; a sealed session's trajectory is a file (written, synced, renamed) before the journal says `sealed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from towline.arrays import Ids
+from towline.config import GatewaySettings, SessionSettings
+from towline.conversation import Tool
+from towline.engines.base import Engine
+from towline.errors import TowlineError
+from towline.gateway import records
+from towline.gateway.journal import Journal, Record, SyncMode, encode
+from towline.gateway.session import Session
+from towline.schema import EndReason, SessionState, Trajectory
+from towline.tokens.assemble import assemble
+from towline.tokens.codec import Codec, Frame
+from towline.tokens.graph import Node
+from towline.tokens.jinja import TemplateError
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class SessionError(TowlineError):
+    """A session that cannot be made or found; `status` is the HTTP status of the control route."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class Opened:
+    session: Session
+    key: str
+    """Shown once, here; afterwards only its hash is kept."""
+
+
+class Gateway:
+    def __init__(
+        self,
+        engine: Engine,
+        codec: Codec,
+        settings: GatewaySettings,
+        *,
+        defaults: SessionSettings | None = None,
+        model: str = "towline",
+    ):
+        self.engine = engine
+        self.codec = codec
+        self.settings = settings
+        self.defaults = defaults or SessionSettings()
+        self.model = model
+        self.created = int(time.time())
+        self.sessions: dict[str, Session] = {}
+        self._by_key: dict[str, Session] = {}
+        self._sealing: dict[str, asyncio.Task[Trajectory]] = {}
+        self._journal: Journal | None = None
+
+    @property
+    def journal(self) -> Journal:
+        if self._journal is None:
+            raise TowlineError("the gateway is not open")
+        return self._journal
+
+    @property
+    def trajectories(self) -> Path:
+        return self.settings.data / "trajectories"
+
+    async def open(self) -> None:
+        """Take the data folder, restore the sessions that were open, and start the engine."""
+        self.trajectories.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal.open(self.settings.data / "journal", mode=SyncMode(self.settings.journal))
+        sealed: set[str] = set()
+        for record in self._journal.records():
+            self._restore(record, sealed)
+        if sealed:
+            await self._journal.compact(lambda record: record.fields.get("session") not in sealed)
+        await self.engine.start()
+
+    async def close(self) -> None:
+        for session in self.sessions.values():
+            await session.end()
+        if self._journal is not None:
+            await self._journal.close()
+        await self.engine.close()
+
+    # Sessions
+
+    async def create(self, fields: dict[str, Any]) -> Opened:
+        """A new session. `fields`: id, group, instruction, metadata, and settings of its own."""
+        unknown = set(fields) - {"id", "group", "instruction", "metadata", "settings"}
+        if unknown:
+            raise SessionError(422, f"unknown field {sorted(unknown)[0]!r}")
+        for name in ("id", "group", "instruction"):
+            if not isinstance(fields.get(name, ""), str):
+                raise SessionError(422, f"{name} must be a string")
+        metadata, settings = fields.get("metadata", {}), fields.get("settings", {})
+        if not isinstance(metadata, dict) or not isinstance(settings, dict):
+            raise SessionError(422, "metadata and settings must be objects")
+        id = fields.get("id") or secrets.token_hex(8)
+        if not _ID.fullmatch(id):
+            raise SessionError(422, "id must be 1 to 128 letters, digits, '.', '_' or '-'")
+        if id in self.sessions or self._file(id).exists():
+            raise SessionError(409, f"session {id!r} exists")
+        if len(self.sessions) >= self.settings.sessions:
+            raise SessionError(429, f"{len(self.sessions)} sessions are open, which is the most allowed")
+        try:
+            chosen = SessionSettings.model_validate(_over(self.defaults.model_dump(mode="json"), settings))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise SessionError(422, f"settings.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        key = "tl-" + secrets.token_urlsafe(32)
+        session = self._make(
+            id, hash_key(key), chosen, fields.get("group", ""), fields.get("instruction", ""), metadata
+        )
+        await self.journal.append(
+            encode(
+                records.SESSION,
+                {
+                    "session": id,
+                    "key": session.key_hash,
+                    "settings": chosen.model_dump(mode="json"),
+                    "group": session.group,
+                    "instruction": session.instruction,
+                    "metadata": metadata,
+                    "created": session.created,
+                },
+                {},
+            )
+        )
+        return Opened(session, key)
+
+    def _make(
+        self,
+        id: str,
+        key_hash: str,
+        settings: SessionSettings,
+        group: str,
+        instruction: str,
+        metadata: dict[str, Any],
+        created: float | None = None,
+    ) -> Session:
+        session = Session(
+            id,
+            key_hash,
+            settings,
+            self.codec,
+            self.engine,
+            self.journal,
+            group,
+            instruction,
+            metadata,
+            time.time() if created is None else created,
+        )
+        self.sessions[id] = session
+        self._by_key[key_hash] = session
+        return session
+
+    def by_key(self, key: str) -> Session | None:
+        return self._by_key.get(hash_key(key))
+
+    def get(self, id: str) -> Session:
+        session = self.sessions.get(id)
+        if session is None:
+            raise SessionError(404, f"no session {id!r}")
+        return session
+
+    async def seal(self, id: str, end_reason: EndReason = EndReason.EXITED) -> Trajectory:
+        """End a session: its key stops working, its trajectory is written. Sealing twice gives the same trajectory."""
+        if id in self._sealing:
+            return await asyncio.shield(self._sealing[id])
+        if id not in self.sessions:
+            return self._stored(id)
+        task = asyncio.get_running_loop().create_task(self._seal(self.sessions[id], end_reason))
+        self._sealing[id] = task
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if task.done():
+                self._sealing.pop(id, None)
+
+    async def _seal(self, session: Session, end_reason: EndReason) -> Trajectory:
+        await session.end()
+        trajectory = self.build(session, SessionState.DONE, end_reason)
+        await asyncio.to_thread(trajectory.write, self._file(session.id))
+        await self.journal.append(encode(records.SEALED, {"session": session.id}, {}))
+        self.sessions.pop(session.id, None)
+        self._by_key.pop(session.key_hash, None)
+        return trajectory
+
+    def trajectory(self, id: str) -> Trajectory:
+        """What there is of a session so far, or all of it once it is sealed."""
+        session = self.sessions.get(id)
+        return self._stored(id) if session is None else self.build(session, SessionState.RUNNING, None)
+
+    def build(self, session: Session, state: SessionState, end_reason: EndReason | None) -> Trajectory:
+        settings = session.settings
+        return assemble(
+            session.graph,
+            session_id=session.id,
+            group_id=session.group,
+            builder=settings.builder,
+            policy=settings.policy,
+            instruction=session.instruction,
+            trained=settings.trained_roles,
+            ends=self.codec.stop_ids,
+            state=state,
+            end_reason=end_reason,
+            plain_prompts=self._plain_prompts(session),
+            tools={key: [tool.as_function() for tool in tools] for key, tools in session.tools.items()},
+            template=self.codec.name,
+            engine=self.engine.info.name,
+            created=session.created,
+            metadata=session.metadata,
+        )
+
+    def _plain_prompts(self, session: Session) -> dict[Node, Ids]:
+        """What a plain server would have rendered for the last request of each conversation."""
+        prompts: dict[Node, Ids] = {}
+        for thread in session.threads:
+            node = thread.node
+            if node is None or node.finish is None or node.prefill is not None:
+                continue
+            try:
+                plain = self.codec.prompt(thread.messages, session.frames[node.key])
+            except TemplateError:
+                continue
+            prompts[node] = np.asarray(plain.ids, np.int32)
+        return prompts
+
+    def _file(self, id: str) -> Path:
+        return self.trajectories / f"{id}.arrow"
+
+    def _stored(self, id: str) -> Trajectory:
+        if not _ID.fullmatch(id) or not self._file(id).is_file():
+            raise SessionError(404, f"no session {id!r}")
+        return Trajectory.read(self._file(id))
+
+    # After a crash
+
+    def _restore(self, record: Record, sealed: set[str]) -> None:
+        fields = record.fields
+        id = fields["session"]
+        if record.kind == records.SESSION:
+            settings = SessionSettings.model_validate(fields["settings"])
+            self._make(
+                id,
+                fields["key"],
+                settings,
+                fields["group"],
+                fields["instruction"],
+                fields["metadata"],
+                fields["created"],
+            )
+            return
+        if record.kind == records.SEALED:
+            session = self.sessions.pop(id, None)
+            if session is not None:
+                self._by_key.pop(session.key_hash, None)
+            sealed.add(id)
+            return
+        session = self.sessions.get(id)
+        if session is None:
+            return
+        if record.kind == records.TOOLS:
+            tools = tuple(Tool(**tool) for tool in fields["tools"])
+            session.tools[fields["key"]] = tools
+            session.frames[fields["key"]] = Frame(tools, fields["arguments"], session.clock)
+        elif record.kind == records.TURN:
+            node = records.restore_turn(session.graph, record)
+            if node is not None:
+                session.adopt(node)
+        elif record.kind == records.DELIVERED and fields["id"] in session.graph.by_id:
+            session.graph.by_id[fields["id"]].delivered = True
+            session.abandoned.discard(fields["id"])
+
+
+def hash_key(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _over(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        old = merged.get(name)
+        merged[name] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

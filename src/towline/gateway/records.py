@@ -1,0 +1,130 @@
+"""Journal records: a session, its tools, its turns. What is written is enough to continue after a crash.
+
+A turn's record holds its parent's id, its suffix and what was sampled; the prompt before that is in its ancestors'
+records. The key of a session is recorded only as a hash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from towline.conversation import Finish, Hints, Media, Message, Reply, ToolCall
+from towline.gateway.journal import Record, encode
+from towline.schema import ForkReason
+from towline.tokens.assemble import message_json, reply_json
+from towline.tokens.codec import Frame
+from towline.tokens.graph import Graph, Node
+
+SESSION, TOOLS, TURN, DELIVERED, SEALED = "session", "tools", "turn", "delivered", "sealed"
+
+
+def turn_record(session: str, node: Node) -> bytes:
+    fields: dict[str, Any] = {
+        "session": session,
+        "id": node.id,
+        "index": node.index,
+        "key": node.key,
+        "parent": node.parent.id if node.parent else None,
+        "origin": node.origin.id if node.origin else None,
+        "origin_inferred": node.origin_inferred,
+        "reason": node.reason,
+        "prompt_length": node.prompt_length,
+        "request_hash": node.request_hash.hex(),
+        "reply_base": node.reply_base.hex(),
+        "shortened_hash": node.shortened_hash.hex() if node.shortened_hash else None,
+        "covered": node.covered,
+        "new": [_message_fields(message) for message in node.new],
+        "prefill": _message_fields(node.prefill) if node.prefill else None,
+        "hints": asdict(node.hints),
+        "system": node.system.hex(),
+        "has_tools": node.has_tools,
+        "model": node.model,
+        "forced": node.forced,
+        "flags": node.flags,
+        "special_text": node.special_text,
+        "meta": node.meta,
+        "finish": node.finish,
+        "reply": reply_json(node.reply) if node.reply else None,
+        "stop_string": node.reply.stop_string if node.reply else None,
+    }
+    arrays = {
+        "suffix": node.suffix,
+        "sampled": node.sampled,
+        "logprobs": node.logprobs,
+        "versions": node.versions,
+    }
+    return encode(TURN, fields, arrays)
+
+
+def tools_record(session: str, key: str, frame: Frame) -> bytes:
+    """What the turns under one root key share; written once, before the first of them."""
+    tools = [asdict(tool) for tool in frame.tools]
+    return encode(TOOLS, {"session": session, "key": key, "tools": tools, "arguments": dict(frame.arguments)}, {})
+
+
+def delivered_record(session: str, turn: str) -> bytes:
+    return encode(DELIVERED, {"session": session, "id": turn}, {})
+
+
+def restore_turn(graph: Graph, record: Record) -> Node | None:
+    """Put a recorded turn back into its graph; a record seen twice is one turn."""
+    fields, arrays = record.fields, record.arrays
+    if fields["id"] in graph.by_id:
+        return None
+    shortened = fields["shortened_hash"]
+    reply = fields["reply"]
+    node = Node(
+        id=fields["id"],
+        index=fields["index"],
+        key=fields["key"],
+        parent=graph.by_id[fields["parent"]] if fields["parent"] else None,
+        suffix=arrays["suffix"],
+        prompt_length=fields["prompt_length"],
+        request_hash=bytes.fromhex(fields["request_hash"]),
+        reply_base=bytes.fromhex(fields["reply_base"]),
+        shortened_hash=bytes.fromhex(shortened) if shortened else None,
+        covered=fields["covered"],
+        # A turn that was in flight at the crash has no record; what came from it keeps its reason only.
+        origin=graph.by_id.get(fields["origin"] or ""),
+        origin_inferred=fields["origin_inferred"],
+        reason=ForkReason(fields["reason"]) if fields["reason"] else None,
+        new=[_message(item) for item in fields["new"]],
+        prefill=_message(fields["prefill"]) if fields["prefill"] else None,
+        hints=Hints(**fields["hints"]),
+        system=bytes.fromhex(fields["system"]),
+        has_tools=fields["has_tools"],
+        model=fields["model"],
+        forced=fields["forced"],
+        flags=fields["flags"],
+        special_text=fields["special_text"],
+        meta=fields["meta"],
+        sampled=arrays["sampled"],
+        logprobs=arrays["logprobs"],
+        versions=arrays["versions"],
+        finish=Finish(fields["finish"]) if fields["finish"] else None,
+        reply=_reply(reply, fields["stop_string"]) if reply else None,
+    )
+    graph.add(node)
+    graph.finish(node)
+    return node
+
+
+def _message_fields(message: Message) -> dict[str, Any]:
+    fields = message_json(message)
+    if message.media:
+        fields["media"] = [asdict(media) for media in message.media]
+    return fields
+
+
+def _message(fields: dict[str, Any]) -> Message:
+    calls = tuple(ToolCall(**call) for call in fields.get("tool_calls", ()))
+    media = tuple(Media(**item) for item in fields.get("media", ()))
+    reasoning, id, name = fields.get("reasoning"), fields.get("tool_call_id", ""), fields.get("name", "")
+    return Message(fields["role"], fields["text"], reasoning, calls, id, name, media)
+
+
+def _reply(fields: dict[str, Any], stop_string: str | None) -> Reply:
+    message = _message(fields)
+    malformed = tuple(fields.get("malformed", ()))
+    return Reply(message.text, message.reasoning, message.tool_calls, Finish(fields["finish"]), stop_string, malformed)

@@ -1,0 +1,124 @@
+"""One turn at the engine: sample it, through pauses and weight updates, and read the reply from its ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from towline.conversation import Finish, Reply, TokenLogprob, Tool, ToolCall
+from towline.engines.base import Engine, Ids, Sample, SampleRequest
+from towline.errors import EngineError
+from towline.tokens.codec import Codec
+
+_FRUITLESS = 100
+"""Aborts in a row without a token before the engine is given up on."""
+_TAIL = 64
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+async def sample(engine: Engine, request: SampleRequest) -> Sample:
+    """A whole turn. What an abort cuts short goes on from its prompt plus its tokens so far, once the engine is ready."""
+    parts: list[Sample] = []
+    current, fruitless = request, 0
+    while True:
+        part = await engine.sample(current)
+        _check(part, current)
+        parts.append(part)
+        if part.finish is not Finish.ABORT:
+            return _joined(parts)
+        fruitless = 0 if len(part.ids) else fruitless + 1
+        if fruitless > _FRUITLESS:
+            raise EngineError("the engine keeps aborting the turn before its first token")
+        so_far = np.concatenate([p.ids for p in parts])
+        left = request.max_tokens - len(so_far)
+        if left <= 0:
+            return replace(_joined(parts), finish=Finish.LENGTH)
+        await engine.ready()
+        forced = request.forced[len(so_far) :] if request.forced is not None else None
+        current = replace(request, prompt=np.concatenate([request.prompt, so_far]), max_tokens=left, forced=forced)
+
+
+def _check(part: Sample, request: SampleRequest) -> None:
+    """The engine's contract, at every call: it saw what was sent, and every token has its logprob and version."""
+    if part.prompt_tokens != len(request.prompt):
+        raise EngineError(f"the engine saw {part.prompt_tokens} prompt tokens, {len(request.prompt)} were sent")
+    if not len(part.ids) == len(part.logprobs) == len(part.versions):
+        raise EngineError(
+            f"the engine returned {len(part.ids)} ids, {len(part.logprobs)} logprobs, {len(part.versions)} versions"
+        )
+    if not np.isfinite(part.logprobs).all():
+        raise EngineError("the engine returned a logprob that is not finite")
+
+
+def _joined(parts: Sequence[Sample]) -> Sample:
+    if len(parts) == 1:
+        return parts[0]
+    return Sample(
+        ids=np.concatenate([p.ids for p in parts]),
+        logprobs=np.concatenate([p.logprobs for p in parts]),
+        versions=np.concatenate([p.versions for p in parts]),
+        finish=parts[-1].finish,
+        prompt_tokens=parts[0].prompt_tokens,
+        cached_tokens=parts[0].cached_tokens,
+        stop_string=parts[-1].stop_string,
+        flags=tuple(dict.fromkeys(["resumed", *(flag for part in parts for flag in part.flags)])),
+    )
+
+
+def read_reply(
+    codec: Codec, prompt: Ids, sampled: Sample, tools: Sequence[Tool], turn: int
+) -> tuple[Reply, dict[str, str]]:
+    """The reply, and which ids the model itself gave to calls whose ids were minted."""
+    ids = sampled.ids
+    body = ids[:-1] if len(ids) and int(ids[-1]) in codec.stop_ids else ids
+    text = codec.tokenizer.decode(body.tolist())
+    if sampled.stop_string is not None and (cut := text.find(sampled.stop_string)) >= 0:
+        text = text[:cut]
+    parsed = codec.parse(text, codec.tokenizer.decode(prompt[-_TAIL:].tolist()), tools)
+    custom = {tool.name for tool in tools if tool.custom}
+    calls, native = [], {}
+    for place, call in enumerate(parsed.calls):
+        id = mint(turn, place, short=codec.short_call_ids)
+        if call.native_id:
+            native[id] = call.native_id
+        calls.append(_call(id, call.name, call.arguments, call.name in custom))
+    return (
+        Reply(parsed.text, parsed.reasoning, tuple(calls), sampled.finish, sampled.stop_string, parsed.malformed),
+        native,
+    )
+
+
+def _call(id: str, name: str, arguments: dict[str, object] | str, custom: bool) -> ToolCall:
+    """A freeform tool's input is sampled as the one argument that the template declared for it."""
+    if custom and isinstance(arguments, dict):
+        given = arguments.get("input")
+        return ToolCall(id, name, given if isinstance(given, str) else str(arguments), True)
+    return ToolCall(id, name, arguments, custom)
+
+
+def mint(turn: int, place: int, *, short: bool) -> str:
+    """A call id that names its turn: alphanumeric, since some harnesses strip the rest; nine characters where asked."""
+    digits = ""
+    value = turn
+    while value or not digits:
+        value, rest = divmod(value, 36)
+        digits = _DIGITS[rest] + digits
+    if short:
+        return f"c{digits[-5:]:0>5}{place % 1000:03d}"
+    return f"call{digits:0>5}{place:03d}"
+
+
+def token_logprobs(codec: Codec, ids: Ids, logprobs: Sequence[float]) -> list[TokenLogprob]:
+    texts = [codec.tokenizer.decode([int(id)]) for id in ids]
+    return [TokenLogprob(t, float(p), t.encode("utf-8", "replace")) for t, p in zip(texts, logprobs, strict=True)]
+
+
+def reasoning_tokens(codec: Codec, ids: Ids, reply: Reply) -> int:
+    """How many sampled tokens are reasoning, where its end is a token of its own."""
+    if not reply.reasoning:
+        return 0
+    end = codec.tokenizer.id_of("</think>")
+    places = np.flatnonzero(ids == (-1 if end is None else end))
+    return int(places[0]) + 1 if len(places) else 0

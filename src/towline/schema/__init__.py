@@ -1,0 +1,60 @@
+"""The contract: what a task, a session, a turn, a trace and a trajectory are, in memory and in files.
+
+Records are pydantic models with numpy arrays inside; outside they are JSON or Arrow. Every record is checked when it is
+built and when it is read, so that whoever holds one need not check it again: a `Trajectory` that exists is one whose
+rows reproduce what its turns saw and sampled, and in which nothing is trained twice.
+"""
+
+from towline.schema.base import (
+    SCHEMA_VERSION,
+    Float32Array,
+    Int32Array,
+    Model,
+    SchemaError,
+    SchemaVersionError,
+    UInt8Array,
+)
+from towline.schema.entities import Reward, Session, Task, Timeouts, TransitionError
+from towline.schema.tables import traces_from_table, traces_table
+from towline.schema.trajectory import FidelityReport, Trace, Trajectory, Turn
+from towline.schema.vocabulary import (
+    TRAINED_ROLES,
+    VALID_TRANSITIONS,
+    BuilderName,
+    ContextPolicy,
+    EndReason,
+    ForkReason,
+    RewardStatus,
+    SessionState,
+    TurnRole,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "TRAINED_ROLES",
+    "VALID_TRANSITIONS",
+    "BuilderName",
+    "ContextPolicy",
+    "EndReason",
+    "FidelityReport",
+    "Float32Array",
+    "ForkReason",
+    "Int32Array",
+    "Model",
+    "Reward",
+    "RewardStatus",
+    "SchemaError",
+    "SchemaVersionError",
+    "Session",
+    "SessionState",
+    "Task",
+    "Timeouts",
+    "Trace",
+    "Trajectory",
+    "TransitionError",
+    "Turn",
+    "TurnRole",
+    "UInt8Array",
+    "traces_from_table",
+    "traces_table",
+]

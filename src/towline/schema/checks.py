@@ -1,0 +1,153 @@
+"""The invariants of a trajectory as plain functions; each raises `ValueError` with the turn or trace at fault.
+
+- The graph: parents come earlier, and a turn's prompt is its parent's prompt, what the parent sampled, and its suffix.
+- Ownership: a turn of a trained role is trained whole in exactly one trace; any other turn in none.
+- Exactness: a row of the `exact` builder is, token for token, the path of turns that ends in its last turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from towline.schema.vocabulary import BuilderName, TurnRole
+
+if TYPE_CHECKING:
+    from towline.schema.trajectory import Trace, Turn
+
+LOGPROB_SLACK = 1e-6
+"""How far above 0 a log probability may stand from rounding."""
+
+
+def check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
+    if not logprobs.size:
+        return
+    if not np.isfinite(logprobs).all():
+        raise ValueError("logprobs must be finite")
+    if float(logprobs.max()) > LOGPROB_SLACK:
+        raise ValueError(f"logprobs must not exceed 0, found {float(logprobs.max()):g}")
+
+
+def check_graph(turns: Sequence[Turn]) -> None:
+    """Ids and indices are unique; parents and origins come earlier; prompt lengths add up."""
+    seen: dict[str, Turn] = {}
+    indices: set[int] = set()
+    for turn in turns:
+        if turn.id in seen:
+            raise ValueError(f"two turns have the id {turn.id}")
+        if turn.index in indices:
+            raise ValueError(f"two turns have the index {turn.index}")
+        for relation, name in (("parent", turn.parent), ("origin", turn.origin)):
+            if name is not None and (name not in seen or seen[name].index >= turn.index):
+                raise ValueError(f"turn {turn.id}: its {relation} {name} is not an earlier turn")
+        before = 0
+        if turn.parent is not None:
+            parent = seen[turn.parent]
+            before = parent.prompt_length + len(parent.sampled)
+        if turn.prompt_length != before + len(turn.suffix):
+            raise ValueError(
+                f"turn {turn.id}: prompt_length {turn.prompt_length} is not {before} tokens of its parent "
+                f"and {len(turn.suffix)} of its suffix"
+            )
+        seen[turn.id] = turn
+        indices.add(turn.index)
+
+
+def runs(turn_ids: npt.NDArray[np.int32]) -> Iterator[tuple[int, int, int]]:
+    """Stretches of equal turn id: `(turn index, start, end)`, -1 for context."""
+    edges = np.flatnonzero(np.diff(turn_ids)) + 1
+    bounds = [0, *edges.tolist(), len(turn_ids)]
+    for start, end in pairwise(bounds):
+        yield int(turn_ids[start]), start, end
+
+
+def check_ownership(
+    turns: Sequence[Turn], traces: Sequence[Trace], trained_roles: Collection[TurnRole], *, complete: bool
+) -> int:
+    """Check who trains what and return the number of trained tokens. `complete`: no turn may be left out."""
+    by_index = {turn.index: turn for turn in turns}
+    owner: dict[int, str] = {}
+    trained = 0
+    for trace in traces:
+        for index, start, end in runs(trace.turn_ids):
+            if index < 0:
+                continue
+            turn = by_index.get(index)
+            if turn is None:
+                raise ValueError(f"trace {trace.trace_id} names a turn {index} that does not exist")
+            mask = trace.loss_mask[start:end]
+            if not mask.any():
+                continue
+            if turn.role not in trained_roles:
+                raise ValueError(f"trace {trace.trace_id} trains turn {turn.id}, whose role {turn.role} is not trained")
+            if index in owner:
+                raise ValueError(f"turn {turn.id} is trained twice, in traces {owner[index]} and {trace.trace_id}")
+            if not mask.all() or not _is_sampled(trace, start, end, turn):
+                raise ValueError(f"trace {trace.trace_id} does not train turn {turn.id} whole and as it was sampled")
+            owner[index] = trace.trace_id
+            trained += end - start
+    if complete:
+        for turn in turns:
+            if turn.role in trained_roles and len(turn.sampled) and turn.index not in owner:
+                raise ValueError(f"turn {turn.id} of the trained role {turn.role} is trained in no trace")
+    return trained
+
+
+def check_exact(trace: Trace, by_id: Mapping[str, Turn], by_index: Mapping[int, Turn]) -> None:
+    """The row is the path that ends in its last turn. Every turn id `check_ownership` has found to exist."""
+    if trace.turn_ids[-1] < 0:
+        raise ValueError(f"trace {trace.trace_id} ends with context, not with a sampled token")
+    path = path_to(by_index[int(trace.turn_ids[-1])], by_id)
+    leaf = path[-1]
+    if len(trace.token_ids) != leaf.prompt_length + len(leaf.sampled):
+        raise ValueError(f"trace {trace.trace_id} has not the length of the path to turn {leaf.id}")
+    for turn in path:
+        start, end = turn.prompt_length, turn.prompt_length + len(turn.sampled)
+        if not np.array_equal(trace.token_ids[start - len(turn.suffix) : start], turn.suffix):
+            raise ValueError(f"trace {trace.trace_id} differs from the prompt of turn {turn.id}")
+        if not (trace.turn_ids[start:end] == turn.index).all() or not _is_sampled(trace, start, end, turn):
+            raise ValueError(f"trace {trace.trace_id} differs from what turn {turn.id} sampled")
+    on_path = {turn.index for turn in path}
+    for index, start, end in runs(trace.turn_ids):
+        if index >= 0 and index not in on_path:
+            if trace.loss_mask[start:end].any():
+                raise ValueError(f"trace {trace.trace_id} trains turn {index} in a context it was not sampled in")
+            if not np.array_equal(trace.token_ids[start:end], by_index[index].sampled):
+                raise ValueError(f"trace {trace.trace_id} differs from what turn {index} sampled")
+
+
+def path_to(turn: Turn, by_id: Mapping[str, Turn]) -> list[Turn]:
+    """The turns from the root to `turn`."""
+    path = [turn]
+    while path[-1].parent is not None:
+        path.append(by_id[path[-1].parent])
+    path.reverse()
+    return path
+
+
+def check_traces(traces: Sequence[Trace], session_id: str, group_id: str, builder: BuilderName) -> None:
+    """Trace ids are unique, parents exist, and every trace is of this session."""
+    names = {trace.trace_id for trace in traces}
+    if len(names) != len(traces):
+        raise ValueError("two traces have the same trace_id")
+    for trace in traces:
+        found, expected = (trace.rollout_id, trace.group_id, trace.builder), (session_id, group_id, builder)
+        if found != expected:
+            raise ValueError(f"trace {trace.trace_id}: rollout, group and builder are {found}, not {expected}")
+        if trace.parent_trace is not None and (trace.parent_trace not in names or trace.parent_trace == trace.trace_id):
+            raise ValueError(
+                f"trace {trace.trace_id}: its parent {trace.parent_trace} is no other trace of the session"
+            )
+
+
+def _is_sampled(trace: Trace, start: int, end: int, turn: Turn) -> bool:
+    """Whether the stretch holds the turn's ids, logprobs and versions."""
+    return (
+        np.array_equal(trace.token_ids[start:end], turn.sampled)
+        and np.array_equal(trace.logprobs[start:end], turn.logprobs)
+        and np.array_equal(trace.policy_versions[start:end], turn.versions)
+    )

@@ -1,0 +1,125 @@
+"""The closed vocabularies of the contract: every reason, role and state that a record may name.
+
+The life of a session is a table, `VALID_TRANSITIONS`: what is not in it cannot happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class ContextPolicy(StrEnum):
+    """What a conversation keeps of replies that the harness or the template would change."""
+
+    RETAIN = "retain"
+    """The token buffer stays as it was sampled."""
+    AS_SENT = "as_sent"
+    """The model sees what the harness sends; dropped reasoning forks."""
+    TEMPLATE = "template"
+    """Forks only where the chat template itself rewrites history."""
+
+
+class BuilderName(StrEnum):
+    """How a graph becomes traces."""
+
+    EXACT = "exact"
+    MERGED = "merged"
+    PER_TURN = "per_turn"
+
+
+class ForkReason(StrEnum):
+    """Why a turn does not simply continue the conversation before it."""
+
+    REASONING_DROPPED = "reasoning_dropped"
+    TEMPLATE_REWRITE = "template_rewrite"
+    HISTORY_EDITED = "history_edited"
+    COMPACTION = "compaction"
+    TOOLS_CHANGED = "tools_changed"
+    SYSTEM_CHANGED = "system_changed"
+    SIDE = "side"
+    SIBLING = "sibling"
+    VANISHED_MESSAGE = "vanished_message"
+    STOP_MISMATCH = "stop_mismatch"
+    PREFILL = "prefill"
+    UNMATCHED = "unmatched"
+    """A further root whose reason is none of the others."""
+
+
+class TurnRole(StrEnum):
+    """What a turn is to its session."""
+
+    MAIN = "main"
+    SUBAGENT = "subagent"
+    COMPACTION = "compaction"
+    SIDE = "side"
+    DISCARDED = "discarded"
+    """Sampled and never delivered."""
+
+
+TRAINED_ROLES: tuple[TurnRole, ...] = (TurnRole.MAIN, TurnRole.SUBAGENT, TurnRole.COMPACTION)
+"""The roles that are trained unless a run says otherwise."""
+
+
+class EndReason(StrEnum):
+    """Why the harness stopped running."""
+
+    EXITED = "exited"
+    TIMEOUT = "timeout"
+    LOOPING = "looping"
+    LIMIT = "limit"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class RewardStatus(StrEnum):
+    """Whether a reward means anything."""
+
+    SCORED = "scored"
+    FAILED = "failed"
+    """The evaluator ran and broke: an infrastructure failure, never reward 0."""
+    MISSING = "missing"
+    """No evaluator ran, or it gave no score."""
+
+
+class SessionState(StrEnum):
+    """Where a session is in its life."""
+
+    QUEUED = "queued"
+    INIT = "init"
+    READY = "ready"
+    RUNNING = "running"
+    BUILDING = "building"
+    EVALUATING = "evaluating"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+    @property
+    def terminal(self) -> bool:
+        """Nothing happens to the session any more."""
+        return not VALID_TRANSITIONS[self]
+
+    def can_become(self, state: SessionState) -> bool:
+        return state in VALID_TRANSITIONS[self]
+
+
+_BROKEN = frozenset({SessionState.FAILED, SessionState.CANCELLED, SessionState.LOST})
+
+VALID_TRANSITIONS: Mapping[SessionState, frozenset[SessionState]] = MappingProxyType(
+    {
+        SessionState.QUEUED: frozenset({SessionState.INIT}) | _BROKEN,
+        SessionState.INIT: frozenset({SessionState.READY}) | _BROKEN,
+        SessionState.READY: frozenset({SessionState.RUNNING}) | _BROKEN,
+        SessionState.RUNNING: frozenset({SessionState.BUILDING}) | _BROKEN,
+        SessionState.BUILDING: frozenset({SessionState.EVALUATING, SessionState.DONE}) | _BROKEN,
+        SessionState.EVALUATING: frozenset({SessionState.DONE}) | _BROKEN,
+        SessionState.DONE: frozenset(),
+        SessionState.FAILED: frozenset(),
+        SessionState.CANCELLED: frozenset(),
+        SessionState.LOST: frozenset(),
+    }
+)
+"""A session without an evaluator goes from BUILDING to DONE. Trying a lost session again is a new attempt."""

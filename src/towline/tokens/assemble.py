@@ -1,0 +1,161 @@
+"""From a session's graph to its trajectory: turns, rows and the fidelity report."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from towline.arrays import Ids
+from towline.conversation import Message, Reply
+from towline.schema import (
+    TRAINED_ROLES,
+    BuilderName,
+    ContextPolicy,
+    EndReason,
+    FidelityReport,
+    SessionState,
+    Trajectory,
+    Turn,
+    TurnRole,
+)
+from towline.tokens import builders, roles
+from towline.tokens.graph import Graph, Node
+
+_COMPARED = 65_536
+"""Longest prompt whose difference from a plain server's is measured."""
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """A neutral message without its empty fields."""
+    fields: dict[str, Any] = {"role": message.role, "text": message.text}
+    for name in ("reasoning", "tool_call_id", "name"):
+        if getattr(message, name):
+            fields[name] = getattr(message, name)
+    if message.tool_calls:
+        fields["tool_calls"] = [asdict(call) for call in message.tool_calls]
+    if message.media:
+        fields["media"] = [{"kind": m.kind, "digest": m.digest, "offset": m.offset} for m in message.media]
+    return fields
+
+
+def reply_json(reply: Reply | None) -> dict[str, Any]:
+    if reply is None:
+        return {}
+    fields = message_json(reply.as_message())
+    fields["finish"] = reply.finish.value
+    if reply.malformed:
+        fields["malformed"] = list(reply.malformed)
+    return fields
+
+
+def assemble(
+    graph: Graph,
+    *,
+    session_id: str,
+    group_id: str = "",
+    builder: BuilderName = BuilderName.EXACT,
+    policy: ContextPolicy = ContextPolicy.RETAIN,
+    instruction: str = "",
+    trained: Collection[TurnRole] = TRAINED_ROLES,
+    ends: frozenset[int] = frozenset(),
+    state: SessionState = SessionState.DONE,
+    end_reason: EndReason | None = None,
+    error: str | None = None,
+    plain_prompts: Mapping[Node, Ids] | None = None,
+    **fields: Any,
+) -> Trajectory:
+    """`plain_prompts` gives what a plain server would have rendered for some turns, to measure the difference."""
+    by_node = roles.assign(graph, instruction)
+    nodes = [node for node in graph.nodes if node in by_node]
+    traces = builders.build(
+        graph, by_node, builder, rollout_id=session_id, group_id=group_id or session_id, trained=trained, ends=ends
+    )
+    if not any(trace.loss_mask.any() for trace in traces) and error is None:
+        error = "no token of a trained role was sampled" if nodes else "no model call was captured"
+    report = FidelityReport(
+        conversations=len({node.root for node in nodes}),
+        turns=len(nodes),
+        chains=len(traces),
+        forks=builders.fork_counts(nodes),
+        forced_closes=sum(node.forced > 0 for node in nodes),
+        row_tokens=sum(len(trace.token_ids) for trace in traces),
+        distinct_tokens=builders.distinct_tokens([trace.token_ids for trace in traces]),
+        trained_tokens=sum(int(trace.loss_mask.sum()) for trace in traces),
+        discarded_tokens=sum(len(node.sampled) for node in nodes if by_node[node] is TurnRole.DISCARDED),
+        plain_difference=plain_difference(plain_prompts or {}),
+        special_text=sum(node.special_text for node in nodes),
+        malformed_calls=sum(len(node.reply.malformed) for node in nodes if node.reply is not None),
+    )
+    return Trajectory(
+        session_id=session_id,
+        group_id=group_id or session_id,
+        context_policy=policy,
+        builder=builder,
+        trained_roles=list(trained),
+        turns=[turn_of(node, by_node[node]) for node in nodes],
+        traces=traces,
+        state=state,
+        end_reason=end_reason,
+        error=error,
+        report=report,
+        **fields,
+    )
+
+
+def turn_of(node: Node, role: TurnRole) -> Turn:
+    meta = node.meta
+    return Turn(
+        id=node.id,
+        index=node.index,
+        parent=node.parent.id if node.parent else None,
+        origin=node.origin.id if node.origin else None,
+        origin_inferred=node.origin_inferred,
+        reason=node.reason,
+        role=role,
+        prompt_length=node.prompt_length,
+        suffix=node.suffix,
+        sampled=node.sampled,
+        logprobs=node.logprobs,
+        versions=node.versions,
+        finish=str(node.finish or ""),
+        forced_close=node.forced > 0,
+        delivered=node.delivered,
+        flags=node.flags,
+        dialect=meta.get("dialect", ""),
+        model=node.model,
+        temperature=meta.get("temperature", 1.0),
+        top_p=meta.get("top_p", 1.0),
+        top_k=meta.get("top_k", 0),
+        requested=meta.get("requested", {}),
+        overridden=meta.get("overridden", []),
+        ignored=meta.get("ignored", []),
+        messages=[message_json(message) for message in node.new],
+        tools_key=node.key,
+        reply=reply_json(node.reply),
+        cached_tokens=meta.get("cached_tokens", 0),
+        started=meta.get("started", 0.0),
+        seconds=meta.get("seconds", 0.0),
+    )
+
+
+def plain_difference(prompts: Mapping[Node, Ids]) -> float | None:
+    """Share of context tokens that a plain server would have rendered differently."""
+    total = different = 0
+    for node, plain in prompts.items():
+        if node.prompt_length > _COMPARED:
+            continue
+        total += node.prompt_length
+        different += _unlike(node.prompt(), plain)
+    return different / total if total else None
+
+
+def _unlike(ours: Ids, theirs: Ids) -> int:
+    """How many of our tokens are not matched in theirs, in order."""
+    if np.array_equal(ours, theirs):
+        return 0
+    matcher = difflib.SequenceMatcher(None, ours.tolist(), theirs.tolist(), autojunk=len(ours) > 2000)
+    return len(ours) - sum(block.size for block in matcher.get_matching_blocks())

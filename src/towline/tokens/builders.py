@@ -1,0 +1,193 @@
+"""From a graph to training rows.
+
+- `exact`: a row a leaf, its tokens those of the path from the root, as the model saw and sampled them.
+- `merged`: turns that were each rendered anew are stitched afterwards: the sampled ids take the place of their
+  re-rendering in the next prompt. For engines that only speak chat; the context of later turns is then not what they
+  were sampled under.
+- `per_turn`: a row a call. The naive baseline.
+
+In all three a turn of a trained role is trained exactly once: it belongs to the earliest leaf that runs through it, and
+in other rows its tokens are context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from towline.arrays import Ids
+from towline.conversation import Finish
+from towline.schema import BuilderName, ForkReason, Trace, TurnRole
+from towline.tokens.graph import Graph, Node
+
+
+@dataclass(slots=True)
+class _Row:
+    """One row being put together."""
+
+    leaf: Node
+    tokens: list[Ids] = field(default_factory=list)
+    turns: list[tuple[int, Node]] = field(default_factory=list)
+    """Where each turn's sampled tokens begin."""
+    length: int = 0
+
+    def context(self, ids: Ids) -> None:
+        self.tokens.append(ids)
+        self.length += len(ids)
+
+    def sampled(self, node: Node) -> None:
+        self.turns.append((self.length, node))
+        self.context(node.sampled)
+
+
+def build(
+    graph: Graph,
+    roles: Mapping[Node, TurnRole],
+    builder: BuilderName,
+    *,
+    rollout_id: str,
+    group_id: str,
+    trained: Collection[TurnRole],
+    ends: frozenset[int] = frozenset(),
+) -> list[Trace]:
+    """The rows of a session. `ends` are the ids that end a message; `merged` needs them to find its seams."""
+    alive = [node for node in graph.nodes if roles.get(node) in trained and len(node.sampled)]
+    if builder is BuilderName.EXACT:
+        rows = [_path_row(leaf) for leaf in _leaves(alive, lambda node: node.parent)]
+    elif builder is BuilderName.MERGED:
+        rows = [row for leaf in _leaves(alive, _before) for row in _stitched(leaf, ends)]
+    else:
+        rows = [_turn_row(node) for node in alive]
+    return _own(rows, roles, builder, rollout_id, group_id, trained)
+
+
+def _before(node: Node) -> Node | None:
+    """The turn before this one in the conversation, whether its tokens were kept or rendered anew."""
+    return node.parent or (node.origin if node.reason is None else None)
+
+
+def _leaves(nodes: Sequence[Node], parent: Callable[[Node], Node | None]) -> list[Node]:
+    inner = {id(before) for node in nodes if (before := parent(node)) is not None}
+    return [node for node in nodes if id(node) not in inner]
+
+
+def _path_row(leaf: Node) -> _Row:
+    row = _Row(leaf)
+    for node in leaf.path():
+        row.context(node.suffix)
+        row.sampled(node)
+    return row
+
+
+def _turn_row(node: Node) -> _Row:
+    row = _Row(node)
+    row.context(node.prompt())
+    row.sampled(node)
+    return row
+
+
+def _stitched(leaf: Node, ends: frozenset[int]) -> list[_Row]:
+    """The rows of one conversation path; more than one where a seam cannot be found."""
+    path = [leaf]
+    while (before := _before(path[-1])) is not None:
+        path.append(before)
+    path.reverse()
+    rows: list[_Row] = []
+    for previous, node in zip([None, *path], path, strict=False):
+        suffix = None if previous is None else node.suffix if node.parent is previous else _rest(previous, node, ends)
+        if suffix is None:
+            rows.append(_Row(node))
+            rows[-1].context(node.prompt())
+        else:
+            rows[-1].context(suffix)
+        rows[-1].leaf = node
+        rows[-1].sampled(node)
+    return rows
+
+
+def _rest(previous: Node, node: Node, ends: frozenset[int]) -> Ids | None:
+    """What follows the previous reply in the next prompt, found by counting the messages that end before it."""
+    marks = np.fromiter(ends, np.int32)
+    count = int(np.isin(previous.prompt(), marks).sum())
+    prompt = node.prompt()
+    places = np.flatnonzero(np.isin(prompt, marks))
+    if len(places) <= count:
+        return None
+    closed = len(previous.sampled) > 0 and int(previous.sampled[-1]) in ends
+    return prompt[places[count] + closed :]
+
+
+def _own(
+    rows: Sequence[_Row],
+    roles: Mapping[Node, TurnRole],
+    builder: BuilderName,
+    rollout_id: str,
+    group_id: str,
+    trained: Collection[TurnRole],
+) -> list[Trace]:
+    owner: dict[Node, str] = {}
+    traces: list[Trace] = []
+    for row in sorted(rows, key=lambda row: row.leaf.index):
+        trace_id = f"{rollout_id}-{len(traces)}"
+        token_ids = np.concatenate(row.tokens)
+        mask = np.zeros(len(token_ids), np.uint8)
+        logprobs = np.zeros(len(token_ids), np.float32)
+        versions = np.full(len(token_ids), -1, np.int32)
+        turn_ids = np.full(len(token_ids), -1, np.int32)
+        fork: Node | None = None
+        for start, node in row.turns:
+            stretch = slice(start, start + len(node.sampled))
+            logprobs[stretch], versions[stretch], turn_ids[stretch] = node.logprobs, node.versions, node.index
+            if node not in owner and roles.get(node) in trained:
+                owner[node] = trace_id
+                mask[stretch] = 1
+                fork = fork or node
+        if fork is None:
+            continue
+        source = fork.parent or fork.origin
+        last = row.leaf
+        traces.append(
+            Trace(
+                trace_id=trace_id,
+                parent_trace=owner.get(source) if source is not None else None,
+                rollout_id=rollout_id,
+                group_id=group_id,
+                role=roles[last],
+                builder=builder,
+                token_ids=token_ids,
+                loss_mask=mask,
+                logprobs=logprobs,
+                policy_versions=versions,
+                turn_ids=turn_ids,
+                temperature=last.meta.get("temperature", 1.0),
+                top_p=last.meta.get("top_p", 1.0),
+                top_k=last.meta.get("top_k", 0),
+                finish_reason=str(last.finish or ""),
+                fork_reason=fork.reason,
+                truncated=last.finish is Finish.LENGTH,
+            )
+        )
+    return traces
+
+
+def distinct_tokens(rows: Sequence[Ids]) -> int:
+    """Tokens of the tree that the rows make when common beginnings are written once."""
+    ordered = sorted(rows, key=lambda ids: ids.astype(">i4").tobytes())
+    total, previous = 0, np.empty(0, np.int32)
+    for ids in ordered:
+        overlap = min(len(previous), len(ids))
+        different = np.flatnonzero(previous[:overlap] != ids[:overlap])
+        total += len(ids) - (int(different[0]) if len(different) else overlap)
+        previous = ids
+    return total
+
+
+def fork_counts(nodes: Sequence[Node]) -> dict[str, int]:
+    """How often each reason started a branch or a root."""
+    counts: dict[str, int] = {}
+    for node in nodes:
+        if isinstance(node.reason, ForkReason):
+            counts[node.reason.value] = counts.get(node.reason.value, 0) + 1
+    return counts

@@ -1,0 +1,226 @@
+"""The conversation graph of a session: an append-only forest of turns.
+
+A node stores its parent, the prompt tokens that are new since that parent (`suffix`) and what was sampled, never the whole
+prompt again. Invariant: the prompt of a node is `parent's prompt + parent's sampled + suffix`, exactly as sent to the
+engine. Two indexes find a turn again: by the rolling fingerprint of a request and by that of a request with its reply.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from towline.arrays import Floats, Ids
+from towline.conversation import Finish, Hints, Message, Reply
+from towline.errors import FidelityError
+from towline.schema import ForkReason
+from towline.tokens import fingerprint
+
+_NO_IDS: Ids = np.empty(0, np.int32)
+_NO_FLOATS: Floats = np.empty(0, np.float32)
+_LIVE_BUFFERS = 8
+
+
+class TokenBuffer:
+    """A growing array of ids. Views of it stay valid: it only ever grows at its end."""
+
+    __slots__ = ("_data", "length")
+
+    def __init__(self, ids: Ids = _NO_IDS):
+        self._data = np.array(ids, np.int32)
+        self.length = len(ids)
+
+    def append(self, ids: Ids) -> None:
+        end = self.length + len(ids)
+        if end > len(self._data):
+            grown = np.empty(max(end, self.length + self.length // 4 + 256), np.int32)
+            grown[: self.length] = self._data[: self.length]
+            self._data = grown
+        self._data[self.length : end] = ids
+        self.length = end
+
+    def view(self, end: int | None = None) -> Ids:
+        return self._data[: self.length if end is None else end]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One turn in memory."""
+
+    id: str
+    index: int
+    key: str
+    """The root key: tools and template arguments."""
+    parent: Node | None
+    suffix: Ids
+    prompt_length: int
+    request_hash: bytes
+    """Rolling fingerprint of the request's messages, as the harness sent them."""
+    reply_base: bytes = b""
+    """What the reply's fingerprint is rolled onto: `request_hash`, or before the message that was prefilled."""
+    shortened_hash: bytes | None = None
+    """`request_hash` without the last message, if that is one that may vanish."""
+    covered: int = 0
+    """How many messages the request had; the reply is the next one."""
+    origin: Node | None = None
+    origin_inferred: bool = False
+    reason: ForkReason | None = None
+    new: list[Message] = field(default_factory=list)
+    """The messages of this call that the parent had not seen."""
+    prefill: Message | None = None
+    hints: Hints = field(default_factory=Hints)
+    system: bytes = b""
+    """Fingerprint of the leading system message."""
+    has_tools: bool = False
+    model: str = ""
+    forced: int = 0
+    flags: list[str] = field(default_factory=list)
+    special_text: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+    """What the gateway records beside the tokens: dialect, sampling, timing."""
+    sampled: Ids = field(default_factory=lambda: _NO_IDS)
+    logprobs: Floats = field(default_factory=lambda: _NO_FLOATS)
+    versions: Ids = field(default_factory=lambda: _NO_IDS)
+    finish: Finish | None = None
+    """`None` while the turn is in flight."""
+    reply: Reply | None = None
+    delivered: bool = False
+    children: list[Node] = field(default_factory=list)
+    buffer: TokenBuffer | None = None
+
+    @property
+    def end(self) -> int:
+        """Length of prompt and sampled tokens together."""
+        return self.prompt_length + len(self.sampled)
+
+    @property
+    def root(self) -> Node:
+        """The first turn of this node's conversation."""
+        node = self
+        while (before := node.parent or node.continued) is not None:
+            node = before
+        return node
+
+    @property
+    def continued(self) -> Node | None:
+        """The turn this one continues as a conversation, though its tokens were rendered anew."""
+        return self.origin if self.parent is None and self.reason in _SAME_CONVERSATION else None
+
+    def path(self) -> list[Node]:
+        """From the token root to this node."""
+        nodes = [self]
+        while nodes[-1].parent is not None:
+            nodes.append(nodes[-1].parent)
+        return nodes[::-1]
+
+    def tokens(self) -> Ids:
+        """Prompt and sampled tokens, put together from the path."""
+        if self.buffer is not None and self.buffer.length >= self.end:
+            return self.buffer.view(self.end)
+        return np.concatenate([part for node in self.path() for part in (node.suffix, node.sampled)])
+
+    def prompt(self) -> Ids:
+        return self.tokens()[: self.prompt_length]
+
+    def reply_message(self) -> Message:
+        """The reply as a harness that echoes faithfully sends it back, behind the prefill it began."""
+        if self.reply is None:
+            raise FidelityError(f"turn {self.id} has no reply yet")
+        message = self.reply.as_message()
+        if self.prefill is not None:
+            message.text = self.prefill.text + message.text
+            message.reasoning = message.reasoning or self.prefill.reasoning
+        return message
+
+
+_SAME_CONVERSATION = (
+    ForkReason.REASONING_DROPPED,
+    ForkReason.TEMPLATE_REWRITE,
+    ForkReason.HISTORY_EDITED,
+    ForkReason.STOP_MISMATCH,
+    ForkReason.VANISHED_MESSAGE,
+    ForkReason.SIBLING,
+    ForkReason.PREFILL,
+    None,
+)
+
+
+class Graph:
+    """All turns of one session, with the indexes that find them again."""
+
+    def __init__(self, noise: Sequence[re.Pattern[str]] = ()) -> None:
+        self.noise = tuple(noise)
+        self.nodes: list[Node] = []
+        self.by_id: dict[str, Node] = {}
+        self.by_request: dict[tuple[bytes, str], list[Node]] = {}
+        self.after_reply: dict[bytes, list[Node]] = {}
+        self.after_vanished: dict[bytes, list[Node]] = {}
+        self.by_reply: dict[bytes, list[Node]] = {}
+        self._live: list[Node] = []
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    @property
+    def roots(self) -> list[Node]:
+        return [node for node in self.nodes if node.parent is None and node.continued is None]
+
+    def add(self, node: Node) -> None:
+        """Register a turn that is about to be sampled."""
+        if node.id in self.by_id:
+            raise FidelityError(f"turn {node.id} is already in the graph")
+        expected = (node.parent.end if node.parent else 0) + len(node.suffix)
+        if node.prompt_length != expected:
+            raise FidelityError(f"turn {node.id}: prompt of {node.prompt_length} tokens, its path has {expected}")
+        self.nodes.append(node)
+        self.by_id[node.id] = node
+        self.by_request.setdefault((node.request_hash, node.key), []).append(node)
+        if node.parent is not None:
+            node.parent.children.append(node)
+
+    def open_prompt(self, node: Node) -> Ids:
+        """The node's prompt as one array, extending its parent's buffer where nobody else has yet.
+
+        The seam is checked against what the parent recorded; with every turn checked so, induction gives
+        `prompt[:len(previous) + len(sampled)] == previous + sampled` for the whole prompt.
+        """
+        parent = node.parent
+        if parent is not None and parent.buffer is not None and parent.buffer.length == parent.end:
+            buffer, parent.buffer = parent.buffer, None
+        else:
+            buffer = TokenBuffer(parent.tokens() if parent is not None else _NO_IDS)
+        if parent is not None:
+            check_seam(parent, buffer.view())
+        buffer.append(node.suffix)
+        node.buffer = buffer
+        self._live.append(node)
+        if len(self._live) > _LIVE_BUFFERS:
+            self._live.pop(0).buffer = None
+        return buffer.view(node.prompt_length)
+
+    def finish(self, node: Node) -> None:
+        """Index a turn whose sampled tokens and reply are set."""
+        if node.buffer is not None and node.buffer.length == node.prompt_length:
+            node.buffer.append(node.sampled)
+        if node.reply is None or node.finish is Finish.ABORT:
+            return
+        reply = fingerprint.of(node.reply_message(), self.noise)
+        self.by_reply.setdefault(reply, []).append(node)
+        after = fingerprint.roll(node.reply_base or node.request_hash, reply)
+        self.after_reply.setdefault(after, []).append(node)
+        if node.shortened_hash is not None:
+            self.after_vanished.setdefault(fingerprint.roll(node.shortened_hash, reply), []).append(node)
+
+
+def check_seam(parent: Node, tokens: Ids) -> None:
+    """Raise unless `tokens` ends with exactly what the parent was prompted with anew and sampled."""
+    start = parent.prompt_length - len(parent.suffix)
+    if len(tokens) != parent.end or not (
+        np.array_equal(tokens[parent.prompt_length :], parent.sampled)
+        and np.array_equal(tokens[start : parent.prompt_length], parent.suffix)
+    ):
+        raise FidelityError(f"the buffer behind turn {parent.id} is not what that turn saw and sampled")

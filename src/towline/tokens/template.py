@@ -1,0 +1,432 @@
+"""Continuing any chat template: the sentinel.
+
+To continue after a turn, its assistant message is replaced by one of the same shape that carries a sentinel, the
+template renders that with the new messages, and only the text behind the last sentinel is used: from the first
+end-of-turn token `E` on, encoded anchored at `E`. So whatever the template does to history cannot touch what was
+sampled. The self-check at start-up finds out how a template wants its messages, whether the sentinel survives in it, and
+on what the text after a turn depends, so that as little as possible is rendered on each call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from towline.arrays import Ids
+from towline.conversation import Message, Tool, ToolCall
+from towline.schema import ForkReason
+from towline.tokens.codec import Encoded, Frame, SpecialText, Unbridgeable
+from towline.tokens.jinja import ChatTemplate, TemplateError
+from towline.tokens.parser import FORMATS, Parsed, ParsedCall, detect
+from towline.tokens.tokenizer import Tokenizer
+
+_MARK = "\ue0f5"
+"""A private-use character around special-token text that is to stay plain."""
+_STAND_IN = Tool("lookup", "Looks something up.", {"type": "object", "properties": {"s": {"type": "string"}}})
+_NONE: Ids = np.empty(0, np.int32)
+_OPENED = re.compile(r"<think>\s*$|\[THINK\]\s*$")
+
+
+@dataclass(slots=True)
+class TemplateCheck:
+    """What the self-check found."""
+
+    string_arguments: bool = False
+    """Tool-call arguments are given as JSON text, not as an object."""
+    part_content: bool = False
+    """Content is given as a list of parts."""
+    short_call_ids: bool = False
+    tool_calls: bool = False
+    """Tool calls are rendered at all."""
+    continues: dict[str, bool] = field(default_factory=dict)
+    """Whether the sentinel survives before a `tool`, `parallel` tool and `user` message."""
+    needs_history: bool = False
+    needs_system: bool = False
+    needs_tools: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Seam:
+    """How a template goes on after an assistant message of one shape."""
+
+    closing: str
+    """What the template itself writes between the sentinel and `E`."""
+    end: str
+    end_id: int
+    closes: bool
+    """`E` ends the assistant's message; otherwise it opens the next one."""
+
+
+class SentinelCodec:
+    """Any Jinja template with any tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        stop_ids: frozenset[int],
+        *,
+        closers: frozenset[int] = frozenset(),
+        format: str | None = None,
+        special_text: SpecialText = SpecialText.ENGINE,
+    ):
+        """`closers` are ids that may end a message in history without ending a turn when sampled."""
+        self.tokenizer = tokenizer
+        self.template = template
+        self.name = "sentinel"
+        self.stop_ids = stop_ids
+        self.special_text = special_text
+        self.format = FORMATS[format or detect(template.source)]
+        self._sentinel = "TOWLINE" + secrets.token_hex(8)
+        self._ends = {text: id for id in stop_ids | closers if (text := tokenizer.token_of(id))}
+        self._end_pattern = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or r"(?!)")
+        self._reasoning_fields = _reasoning_fields(template.source)
+        self._seams: dict[tuple[Any, ...], _Seam] = {}
+        self.check = TemplateCheck()
+        self._self_check()
+        self.short_call_ids = self.check.short_call_ids
+
+    # What the template is given
+
+    def fields(self, message: Message) -> dict[str, Any]:
+        """A message as the template wants it."""
+        text = message.text
+        if self.special_text is SpecialText.PLAIN and message.role in ("user", "tool"):
+            text = self.tokenizer.added_pattern.sub(lambda match: f"{_MARK}{match.group()}{_MARK}", text)
+        content: Any = [{"type": "text", "text": text}] if self.check.part_content else text
+        fields: dict[str, Any] = {"role": message.role, "content": content}
+        if message.role == "assistant":
+            if message.reasoning:
+                for name in self._reasoning_fields:
+                    fields[name] = message.reasoning
+            if message.tool_calls:
+                fields["tool_calls"] = [self._call_fields(call) for call in message.tool_calls]
+        elif message.role == "tool":
+            fields["tool_call_id"] = self._call_id(message.tool_call_id)
+            fields["name"] = message.name
+        elif message.name:
+            fields["name"] = message.name
+        return fields
+
+    def _call_fields(self, call: ToolCall) -> dict[str, Any]:
+        arguments: Any = call.arguments
+        if isinstance(arguments, str) and not self.check.string_arguments:
+            arguments = {"input": arguments} if call.custom else _object_or_text(arguments)
+        elif not isinstance(arguments, str) and self.check.string_arguments:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {
+            "id": self._call_id(call.id),
+            "type": "function",
+            "function": {"name": call.name, "arguments": arguments},
+        }
+
+    def _call_id(self, id: str) -> str:
+        if not self.check.short_call_ids or (len(id) == 9 and id.isalnum()):
+            return id
+        return ("".join(filter(str.isalnum, id)) + "0" * 9)[-9:]
+
+    def _stand_ins(self, reply: Message) -> list[Message]:
+        """Assistant messages of the same shape as `reply`, with the sentinel where its own words were.
+
+        In order of likeness: a template may drop one kind of content, or refuse several calls at once.
+        """
+        sentinel = self._sentinel
+        calls = tuple(ToolCall(call.id, call.name, {"s": sentinel}) for call in reply.tool_calls)
+        text = sentinel if not calls or reply.text.strip() else ""
+        shapes = dict.fromkeys([(text, len(calls)), (sentinel, len(calls)), (text, min(1, len(calls))), (sentinel, 0)])
+        return [Message("assistant", shown, None, calls[:count]) for shown, count in shapes]
+
+    # Rendering
+
+    def _render(
+        self, messages: Sequence[Message], frame: Frame, *, prefill: bool = False, reduced: bool = False
+    ) -> str:
+        functions = frame.functions
+        if reduced and functions and not self.check.needs_tools:
+            functions = [_STAND_IN.as_function()]
+        if prefill:
+            last = messages[-1]
+            open_message = Message("assistant", last.text + self._sentinel, last.reasoning)
+            text = self.template.render(
+                [self.fields(message) for message in [*messages[:-1], open_message]],
+                functions,
+                generation_prompt=False,
+                arguments=frame.arguments,
+                now=frame.now,
+            )
+            at = text.rfind(self._sentinel)
+            if at < 0:
+                raise TemplateError("the template does not keep the text of a prefilled assistant message")
+            return text[:at]
+        return self.template.render(
+            [self.fields(message) for message in messages], functions, arguments=frame.arguments, now=frame.now
+        )
+
+    def prompt(self, messages: Sequence[Message], frame: Frame, *, prefill: bool = False) -> Encoded:
+        text = self._render(messages, frame, prefill=prefill)
+        return Encoded(self._encode(text), special_text=self._count_special(messages))
+
+    def _encode(self, text: str) -> list[int]:
+        if _MARK not in text:
+            return self.tokenizer.encode(text)
+        ids: list[int] = []
+        for index, piece in enumerate(text.split(_MARK)):
+            ids += self.tokenizer.encode_plain(piece) if index % 2 else self.tokenizer.encode(piece)
+        return ids
+
+    def _count_special(self, messages: Sequence[Message]) -> int:
+        pattern = self.tokenizer.added_pattern
+        return sum(len(pattern.findall(m.text)) for m in messages if m.role in ("user", "tool") and "<" in m.text)
+
+    # The seam
+
+    def _after(
+        self, before: Sequence[Message], reply: Message, new: Sequence[Message], frame: Frame, prefill: bool = False
+    ) -> str:
+        """The text behind the last sentinel."""
+        refusal: TemplateError | None = None
+        for stand_in in self._stand_ins(reply):
+            try:
+                text = self._render([*before, stand_in, *new], frame, prefill=prefill, reduced=True)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            at = text.rfind(self._sentinel)
+            if at >= 0:
+                return text[at + len(self._sentinel) :]
+        reason = str(refusal) if refusal else "the template does not show the assistant's message"
+        raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, reason)
+
+    def _lead(self, before: Sequence[Message]) -> list[Message]:
+        """As much of the history as the text after a turn depends on."""
+        if self.check.needs_history:
+            return list(before)
+        lead = [before[0]] if self.check.needs_system and before and before[0].role == "system" else []
+        return [*lead, Message("user", "x")]
+
+    def _seam(self, reply: Message, first: Message, frame: Frame) -> _Seam:
+        """How the template closes a message of this shape, learned once with harmless content."""
+        shape = (bool(reply.text.strip()), len(reply.tool_calls) > 0, first.role, bool(frame.tools))
+        key = (*shape, repr(sorted(frame.arguments.items())))
+        seam = self._seams.get(key)
+        if seam is None:
+            following = Message(first.role, "x", tool_call_id=first.tool_call_id, name=first.name)
+            if first.role == "assistant":
+                following.text = "x"
+            after = self._after([Message("user", "x")], reply, [following], frame)
+            found = self._end_pattern.search(after)
+            if found is None:
+                raise Unbridgeable(
+                    ForkReason.TEMPLATE_REWRITE, "no end-of-turn token follows the assistant's message in the template"
+                )
+            end = found.group()
+            seam = _Seam(after[: found.start()], end, self._ends[end], self._closes(reply, end, frame))
+            self._seams[key] = seam
+        return seam
+
+    def _closes(self, reply: Message, end: str, frame: Frame) -> bool:
+        """Whether `end` belongs to the assistant's message: it is there even when nothing follows."""
+        messages = [Message("user", "x"), self._stand_ins(reply)[-1 if not reply.tool_calls else 0]]
+        try:
+            text = self.template.render(
+                [self.fields(message) for message in messages],
+                frame.functions,
+                generation_prompt=False,
+                arguments=frame.arguments,
+                now=frame.now,
+            )
+        except TemplateError:
+            return False
+        found = self._end_pattern.search(text, text.rfind(self._sentinel))
+        return found is not None
+
+    def extend(
+        self,
+        before: Sequence[Message],
+        reply: Message,
+        tail: Ids,
+        sampled: Ids,
+        new: Sequence[Message],
+        frame: Frame,
+        *,
+        prefill: bool = False,
+    ) -> Encoded:
+        try:
+            seam = self._seam(reply, new[0], frame)
+            after = self._after(self._lead(before), reply, new, frame, prefill)
+        except TemplateError as error:
+            raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, str(error)) from error
+        expected = seam.closing + seam.end
+        if not after.startswith(expected):
+            raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, "the template closes this message in another way")
+        ids = self._encode(after[len(seam.closing) :])
+        if not ids or ids[0] != seam.end_id:
+            raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, f"{seam.end!r} does not encode to a token of its own")
+        special = self._count_special(new)
+        last = int(sampled[-1]) if len(sampled) else None
+        if last not in self.stop_ids:
+            return Encoded(ids, forced=1, special_text=special)
+        if last != seam.end_id and not seam.closes:
+            raise Unbridgeable(
+                ForkReason.STOP_MISMATCH,
+                f"the turn ended on id {last}, the next message opens with {seam.end!r}",
+            )
+        return Encoded(ids[1:], special_text=special)
+
+    def rewrites(self, before: Sequence[Message], reply: Message, new: Sequence[Message], frame: Frame) -> bool:
+        sentinel = self._sentinel
+        marked = Message(
+            "assistant",
+            reply.text + sentinel,
+            reply.reasoning,
+            tuple(ToolCall(call.id, call.name, {"s": sentinel}) for call in reply.tool_calls),
+        )
+        try:
+            shown = self.template.render(
+                [self.fields(message) for message in [*before, marked]],
+                frame.functions,
+                generation_prompt=False,
+                arguments=frame.arguments,
+                now=frame.now,
+            )
+            later = self._render([*before, marked, *new], frame)
+        except TemplateError:
+            return True
+        cut = shown.rfind(sentinel)
+        return cut < 0 or not later.startswith(shown[: cut + len(sentinel)])
+
+    # Replies
+
+    def parse(self, text: str, prompt_tail: str, tools: Sequence[Tool]) -> Parsed:
+        return self.format.parse(text, tools, reasoning_open=_OPENED.search(prompt_tail) is not None)
+
+    def write(self, text: str, reasoning: str | None, calls: Sequence[ToolCall], frame: Frame) -> list[int]:
+        reply = Message("assistant", text, reasoning, tuple(calls))
+        opened = _OPENED.search(self._render([Message("user", "x")], frame)) is not None
+        body = self.format.write(reasoning, text, [ParsedCall(c.name, c.arguments, c.id) for c in calls])
+        if opened and body.startswith(("<think>", "[THINK]")):
+            body = body.split("]" if body.startswith("[") else ">", 1)[1].lstrip("\n")
+        follow = Message("tool", "x", tool_call_id=calls[0].id, name=calls[0].name) if calls else Message("user", "x")
+        try:
+            end = self._seam(reply, follow, frame).end_id
+        except (Unbridgeable, TemplateError):
+            end = min(self.stop_ids)
+        if end not in self.stop_ids:
+            end = self._sampled_end(calls)
+        return [*self.tokenizer.encode(body), end]
+
+    def _sampled_end(self, calls: Sequence[ToolCall]) -> int:
+        """The id that a model samples where the template shows another in history (gpt-oss)."""
+        for name in ("<|call|>",) if calls else ("<|return|>",):
+            id = self.tokenizer.id_of(name)
+            if id in self.stop_ids:
+                return int(id)
+        return min(self.stop_ids)
+
+    # The self-check
+
+    def _self_check(self) -> None:
+        check = self.check
+        user = Message("user", "PROBEuser")
+        if "PROBEuser" not in self._try([user]):
+            check.part_content = True
+            if "PROBEuser" not in self._try([user]):
+                check.part_content = False
+                check.problems.append("the template does not show a user message")
+        frame = Frame((_STAND_IN,))
+        self._find_call_shape(frame)
+        probes = self._probes()
+        for name, (reply, new) in probes.items():
+            try:
+                self.extend([user], reply, _NONE, _NONE, new, frame)
+                check.continues[name] = True
+            except Unbridgeable as problem:
+                check.continues[name] = False
+                check.problems.append(f"cannot continue before a {name} message: {problem}")
+        working = [probe for name, probe in probes.items() if check.continues[name]]
+        self._seams.clear()
+        check.needs_system = any(self._varies(p, "system") for p in working)
+        check.needs_tools = any(self._varies(p, "tools") for p in working)
+        check.needs_history = any(self._varies(p, "history") for p in working)
+        self._seams.clear()
+
+    def _try(self, messages: Sequence[Message], frame: Frame | None = None) -> str:
+        try:
+            return self._render(messages, frame or Frame())
+        except TemplateError:
+            return ""
+
+    def _find_call_shape(self, frame: Frame) -> None:
+        check = self.check
+        user = Message("user", "x")
+        for id in ("call1", "abcdefgh1"):
+            call = ToolCall(id, "lookup", {"s": "PROBEargument"})
+            messages = [
+                user,
+                Message("assistant", "", None, (call,)),
+                Message("tool", "y", tool_call_id=id, name="lookup"),
+            ]
+            for as_text in (False, True):
+                check.string_arguments, check.short_call_ids = as_text, id == "abcdefgh1"
+                text = self._try(messages, frame)
+                if "PROBEargument" in text and '\\"s\\"' not in text:
+                    check.tool_calls = True
+                    return
+        check.string_arguments = check.short_call_ids = False
+        check.problems.append("the template does not render tool calls")
+
+    def _probes(self) -> dict[str, tuple[Message, list[Message]]]:
+        calls = tuple(ToolCall(f"abcdefgh{i}", "lookup", {"s": "v"}) for i in (1, 2))
+        result = [Message("tool", "result", tool_call_id=call.id, name="lookup") for call in calls]
+        return {
+            "user": (Message("assistant", "answer"), [Message("user", "question")]),
+            "tool": (Message("assistant", "", None, calls[:1]), result[:1]),
+            "parallel": (Message("assistant", "", None, calls), result),
+        }
+
+    def _varies(self, probe: tuple[Message, list[Message]], what: str) -> bool:
+        """Whether the text after a turn changes with the system prompt, the tools or the middle of the history."""
+        reply, new = probe
+        question = Message("user", "q")
+        middle = [Message("assistant", "an earlier answer"), Message("user", "another question")]
+        variants: list[tuple[list[Message], Frame]]
+        tool = Frame((_STAND_IN,))
+        if what == "system":
+            variants = [([Message("system", text), question], tool) for text in ("one", "two")]
+        elif what == "tools":
+            other = Tool("search", "Searches.", {"type": "object", "properties": {"q": {"type": "string"}}})
+            variants = [([question], tool), ([question], Frame((_STAND_IN, other)))]
+        else:
+            variants = [([question], tool), ([question, *middle], tool), ([question, *middle, *middle], tool)]
+        before, self.check.needs_tools = self.check.needs_tools, True
+        try:
+            afters = {self._after(history, reply, new, frame) for history, frame in variants}
+        except (TemplateError, Unbridgeable):
+            # A template may refuse this variant (no system role, strict alternation): then it cannot vary by it here,
+            # but the history is not to be shortened on that evidence.
+            return what == "history"
+        finally:
+            self.check.needs_tools = before
+        return len(afters) > 1
+
+
+def _reasoning_fields(source: str) -> list[str]:
+    names = [name for name in ("reasoning_content", "thinking") if re.search(rf"\b{name}\b", source)]
+    if re.search(r"message\.reasoning\b|message\[['\"]reasoning['\"]\]|get\(['\"]reasoning['\"]\)", source):
+        names.append("reasoning")
+    return names or ["reasoning_content"]
+
+
+def _object_or_text(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, Mapping) else text

@@ -1,0 +1,53 @@
+"""What every test stands on: real tokenizers, one thread, and none of the settings of whoever runs the tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from towline import assets as towline_assets
+
+# Before torch and tokenizers are imported anywhere, and inherited by every process that a test starts: runs are
+# repeatable, and several can share a machine.
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+
+# Speed differs from machine to machine and is never what a property is about.
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,
+    max_examples=50,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile("thorough", hypothesis.settings.get_profile("ci"), max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the assets' folder by its variable, before the user's cache folder is out of sight."""
+    os.environ.setdefault(towline_assets.VARIABLE, str(towline_assets.cache_folder()))
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder with real tokenizers and chat templates; `make assets` fills it."""
+    return towline_assets.folder()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nobodys_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A home of its own: no test reads the user's configuration, keys or proxies, or writes beside them."""
+    home = tmp_path_factory.mktemp("home")
+    for name in list(os.environ):
+        ours = name.startswith("TOWLINE_") and name != towline_assets.VARIABLE
+        if ours or name.startswith(("OPENAI_", "ANTHROPIC_", "GEMINI_", "GOOGLE_API_")):
+            del os.environ[name]
+    os.environ["HOME"] = str(home)
+    for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
+        os.environ[f"XDG_{kind}_HOME"] = str(home / kind.lower())
+    # Tests speak to loopback only, which no proxy can reach.
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"

