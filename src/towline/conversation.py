@@ -128,6 +128,8 @@ class Request:
     template_args: dict[str, Any] = field(default_factory=dict)
     """Arguments for the chat template (`enable_thinking`, `reasoning_effort`, …); part of the root key."""
     hints: Hints = field(default_factory=Hints)
+    previous: str = ""
+    """Id of an earlier answer of ours that `messages` goes on from; its history is put before them."""
     ignored: tuple[str, ...] = ()
     """Fields that were understood and left out, recorded with the turn."""
     wire: Mapping[str, Any] = field(default_factory=dict)

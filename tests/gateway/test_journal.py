@@ -717,6 +717,17 @@ async def test_compaction_while_appends_go_on(tmp_path: Path) -> None:
     assert ids(replay(tmp_path)) == survivors
 
 
+def test_a_full_segment_may_be_compacted_before_its_writer_closes_it(tmp_path: Path) -> None:
+    full = module._SegmentWriter(tmp_path, 1, Disk())
+    full.publish("create")
+    full.seal()
+    compacted = module._SegmentWriter(tmp_path, 1, Disk())
+    full.close()
+    compacted.publish("compact")
+    compacted.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001.seg"]
+
+
 async def test_a_failed_compaction_changes_nothing_and_appends_go_on(tmp_path: Path) -> None:
     full = threading.Event()
 
@@ -762,8 +773,10 @@ async def test_a_crash_in_compaction_or_recovery_loses_nothing_needed(tmp_path: 
     process = child(COMPACTING_CHILD, folder, crash_at=f"journal.{step}")
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
+    assert bool(drafts(folder)) == ("_written" in step)
 
     async with Journal.open(folder, segment_bytes=400) as journal:
+        assert not drafts(folder)
         survivors = ids(journal.records())
         assert survivors == sorted(set(survivors))
         assert {n for n in range(60) if n >= 30 and n % 2} <= set(survivors)
@@ -772,7 +785,6 @@ async def test_a_crash_in_compaction_or_recovery_loses_nothing_needed(tmp_path: 
             assert survivors == list(range(60))
         await journal.compact(keep_odd_from_30)
         assert ids(journal.records()) == [n for n in range(60) if n >= 30 and n % 2]
-        assert not drafts(folder)
 
 
 # --- crash points ----------------------------------------------------------------------------------------------------

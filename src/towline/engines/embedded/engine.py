@@ -101,10 +101,10 @@ class EmbeddedEngine:
         return Stats() if self._loop is None else self._loop.stats()
 
     async def start(self) -> None:
-        if self._loop is not None:
-            return
         if self._closed:
             raise EngineError("the embedded engine is closed")
+        if self._loop is not None:
+            return
         weights = await asyncio.to_thread(_read, self._model)
         cache = RadixCache(self._slots, self._first_version)
         self._loop = StepLoop(

@@ -37,7 +37,7 @@ class StopStrings:
         if found:
             return self._strings[min(found)[1]]
         if added and not added.endswith(INCOMPLETE):
-            self._tail = text[len(text) - self._keep :] if self._keep else ""
+            self._tail = text[-self._keep :] if self._keep else ""
             self._window = self._window[self._settled :]
             self._settled = len(self._window)
         return None

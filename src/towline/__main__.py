@@ -1,0 +1,5 @@
+"""`python -m towline`."""
+
+from towline.cli import main
+
+main()
