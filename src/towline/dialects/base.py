@@ -113,7 +113,11 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path of a dialect, in Starlette's notation, and the operation it names."""
+    """A path of a dialect (`{name}` is one segment, `{name:path}` any rest) and the operation it names.
+
+    Operations: `generate`; `count_tokens`; `models` and `model`; `probe` (an empty 200); `upgrade` (426, since there is no
+    WebSocket); `stored`, `stored_items` and `delete_stored` for answers that are kept under the id in the path.
+    """
 
     method: str
     path: str
@@ -152,4 +156,12 @@ class Dialect(Protocol):
 
     def model(self, name: str, created: int) -> Response:
         """One model of that list."""
+        ...
+
+    def count(self, tokens: int) -> Response:
+        """The answer to `count_tokens`."""
+        ...
+
+    def claims(self, headers: Mapping[str, str]) -> bool:
+        """Whether the headers are this provider's: settles paths that several dialects name, such as `/v1/models`."""
         ...

@@ -7,6 +7,7 @@ objects of last time and reads only what is new; old items are compared, never r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import orjson
@@ -82,6 +83,13 @@ class ChatDialect:
     def model(self, name: str, created: int) -> Response:
         """One model of the list."""
         return model_response(name, created)
+
+    def count(self, tokens: int) -> Response:
+        """No path of this dialect counts tokens; a client that asks for it all the same gets the number."""
+        return Response(200, orjson.dumps({"total_tokens": tokens}))
+
+    def claims(self, headers: Mapping[str, str]) -> bool:
+        return "authorization" in headers
 
 
 def _continue(items: list[Any], known: Known) -> Known:
