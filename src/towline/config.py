@@ -6,9 +6,11 @@ errors that name the key.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -31,6 +33,7 @@ class Limits(_Section):
 
     turns: int | None = Field(None, ge=1)
     sampled_tokens: int | None = Field(None, ge=1)
+    """Looked at when a turn starts, which may then use what is left: turns at the same time may together use more."""
     context: int | None = Field(None, ge=1)
     """Longest prompt plus reply in tokens; never more than the engine's own."""
     seconds: float | None = Field(None, gt=0)
@@ -66,6 +69,21 @@ class SessionSettings(_Section):
     sampling: SamplingSettings = SamplingSettings()
     limits: Limits = Limits()
 
+    @field_validator("trained_roles")
+    @classmethod
+    def _roles_are_trainable(cls, roles: tuple[TurnRole, ...]) -> tuple[TurnRole, ...]:
+        if len(set(roles)) != len(roles) or TurnRole.DISCARDED in roles:
+            raise ValueError("each role once, and never discarded, which was never delivered")
+        return roles
+
+    @field_validator("template_args")
+    @classmethod
+    def _arguments_are_free(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        taken = {"messages", "tools", "add_generation_prompt"}.intersection(arguments)
+        if taken:
+            raise ValueError(f"{min(taken)!r} is given by the gateway")
+        return arguments
+
     @field_validator("noise")
     @classmethod
     def _patterns_compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -92,6 +110,8 @@ class GatewaySettings(_Section):
     """How often a stream that waits for its turn is kept alive."""
     orphan_seconds: float = Field(30.0, ge=0)
     """How long a turn goes on after its client left, for a retry to pick it up."""
+    drain_seconds: float = Field(3.0, ge=0)
+    """How long turns in flight may go on when the gateway is told to stop."""
     sessions: int = Field(10_000, ge=1)
     """Most open sessions at a time."""
 
@@ -129,7 +149,7 @@ class Settings(_Section):
         if path.is_file():
             try:
                 values = tomllib.loads(path.read_text("utf-8"))
-            except tomllib.TOMLDecodeError as error:
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
                 raise ConfigError(f"{path}: {error}") from error
         elif file is not None:
             raise ConfigError(f"{file} does not exist")
@@ -154,16 +174,29 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
             base[name] = value
 
 
-def _from_environment(environment: Any, settings: type[Settings]) -> dict[str, Any]:
-    """`TOWLINE_SECTION__FIELD[__FIELD]`; a section that does not exist is somebody else's variable."""
+def _from_environment(environment: Mapping[str, str], settings: type[Settings]) -> dict[str, Any]:
+    """`TOWLINE_SECTION__FIELD[__FIELD]`; a section that does not exist is somebody else's variable.
+
+    Lists and objects are JSON.
+    """
     values: dict[str, Any] = {}
-    for name, value in environment.items():
+    for name, value in sorted(environment.items()):
         if not name.startswith(PREFIX) or "__" not in name:
             continue
-        path = name[len(PREFIX) :].lower().split("__")
-        if path[0] in settings.model_fields:
-            place = values
-            for part in path[:-1]:
+        section, *path, field = name[len(PREFIX) :].lower().split("__")
+        if section in settings.model_fields:
+            place = values.setdefault(section, {})
+            for part in path:
                 place = place.setdefault(part, {})
-            place[path[-1]] = value
+                if not isinstance(place, dict):
+                    raise ConfigError(f"{name}: {part} is given a value of its own by another variable")
+            place[field] = _list_or_object(value)
     return values
+
+
+def _list_or_object(text: str) -> Any:
+    """The JSON list or object that the text is, else the text."""
+    try:
+        return json.loads(text) if text.lstrip()[:1] in ("[", "{") else text
+    except ValueError:
+        return text

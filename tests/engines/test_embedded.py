@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -82,8 +83,12 @@ async def until(condition: Callable[[], bool]) -> None:
     raise TimeoutError("the condition never came true")
 
 
-async def test_every_recorded_logprob_is_that_of_a_full_forward_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", [1024, 0], ids=["padded", "clustered"])
+async def test_every_recorded_logprob_is_that_of_a_full_forward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
     """48 conversations of three turns, 16 at once: sampled, greedy and forced, long and short, with shared prefixes."""
+    monkeypatch.setattr("towline.engines.embedded.grouping.CALL", call)
     model = decoder()
     save(model, tmp_path)
 
@@ -226,8 +231,11 @@ async def test_weights_are_swapped_in_flight_and_every_token_says_which_it_came_
             expected = np.stack([recomputed(model, ids, whole) for model in models])
             np.testing.assert_allclose(logprobs, expected[versions, np.arange(len(whole))], atol=1e-4)
         assert crossed >= 6
-        fresh = prompt((1, 30), (0, 5))
-        proven(models[2], fresh, await served.sample(SampleRequest(fresh, 5)))
+        fresh = prompt((1, 30), (60, 5))
+        for cached in (30, 34):  # the new weights have a cache of their own
+            sample = await served.sample(SampleRequest(fresh, 5))
+            proven(models[2], fresh, sample)
+            assert sample.cached_tokens == cached
 
         other = create(DecoderConfig.from_json(CONFIG.to_json() | {"num_hidden_layers": 1}), 0)
         with pytest.raises(EngineError, match="another model"):
@@ -312,6 +320,25 @@ async def test_cancel_and_abort_end_turns_and_free_their_slots() -> None:
         await served.abort(["queued"])
         sample = await waiting
         assert (sample.finish, len(sample.ids), sample.prompt_tokens) == (Finish.ABORT, 0, 20)
+
+
+async def test_memory_that_was_never_written_is_never_read() -> None:
+    """Turns that ended in the middle of their prompt leave slots behind which hold anything, here NaN."""
+    model = decoder()
+    async with engine(model, max_batch=2, prefill_chunk=8) as served:
+        assert served._loop is not None
+        served._loop._runner._pool[:, 1:] = float("nan")
+        tasks = [asyncio.create_task(served.sample(SampleRequest(prompt((n, 3000)), 5))) for n in range(2)]
+        await until(lambda: served.stats.running_turns == 2)
+        for task in tasks:
+            task.cancel()
+        await until(lambda: served.stats.running_turns == 0)
+        assert served.stats.prefilled_tokens < 400
+        long, short = prompt((5, 600)), prompt((6, 5))
+        requests = [SampleRequest(long, 30), SampleRequest(short, 200)]
+        samples = await asyncio.gather(*map(served.sample, requests))
+        proven(model, long, samples[0])
+        proven(model, short, samples[1])
 
 
 async def test_seeds_decide_alone_and_in_a_batch() -> None:
@@ -450,6 +477,9 @@ async def test_what_cannot_be_served_is_an_error_and_harms_nobody(
                 await served.sample(request)
         proven(model, ids, await steady)
         assert len((await served.sample(SampleRequest(prompt((1, 100)), 1))).ids) == 1
+        greedy = EmbeddedEngine(model, max_cached_tokens=10**13, threads=1)
+        with pytest.raises(EngineError, match="lower max_cached_tokens"):
+            await greedy.start()
 
         broken = decoder(3)
         with torch.no_grad():
@@ -471,6 +501,24 @@ async def test_what_cannot_be_served_is_an_error_and_harms_nobody(
     async with engine(model) as served:
         with pytest.raises(EngineError, match="made with `decode`"):
             await served.sample(SampleRequest(ids, 5, stop_strings=("x",)))
+
+
+async def test_threads_of_the_engine_are_its_own() -> None:
+    used: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        used.append(torch.get_num_threads())
+        return ""
+
+    before = torch.get_num_threads()
+    async with engine(decoder(), threads=before + 2, decode=decode) as served:
+        await served.sample(SampleRequest(prompt((1, 5)), 2, stop_strings=("x",)))
+        assert set(used) == {before + 2}
+        assert torch.get_num_threads() == before
+        later = threading.Thread(target=lambda: used.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert used[-1] == before
 
 
 async def test_close_ends_everything() -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from towline.engines.embedded import Decoder, DecoderConfig, RopeScaling, create, load, save
-from towline.engines.embedded.batch import Batch, Span
+from towline.engines.embedded.batch import Batch, Group, Span
 from towline.engines.embedded.runner import Runner, Weights
 from towline.errors import ConfigError
 
@@ -123,28 +123,37 @@ def test_forward_is_the_written_out_function(config: DecoderConfig) -> None:
 
 @each_variant
 def test_incremental_is_the_full_forward(config: DecoderConfig) -> None:
-    """Three sequences of unequal length through one pool: spans, single tokens, and both in one batch."""
+    """Three sequences that begin alike, through one pool: spans, single tokens, both at once, a prefix computed once."""
     decoder = lively(config)
     generator = np.random.default_rng(3)
     rows = [generator.integers(0, config.vocab_size, size).astype(np.int64) for size in (9, 21, 30)]
+    shared = 4
+    rows[0][:shared] = rows[1][:shared] = rows[2][:shared]
     slots = generator.permutation(np.arange(1, 101))
     tables = [slots[:9], slots[9:30], slots[30:60]]
+    tables[0][:shared] = tables[1][:shared] = tables[2][:shared]
     runner = Runner(Weights.of(decoder), 100, 128)
     logits = [np.zeros((len(row), config.vocab_size), dtype=np.float32) for row in rows]
     done = [0, 0, 0]
 
-    def step(sizes: list[int]) -> None:
-        """The next `sizes[i]` tokens of sequence `i`."""
+    def step(sizes: list[int], together: bool = True) -> None:
+        """The next `sizes[i]` tokens of sequence `i`; single tokens attend together or each alone."""
         parts = sorted((size, index) for index, size in enumerate(sizes) if size)
         pieces = [(index, done[index], done[index] + size) for size, index in parts]
         singles = [(index, stop) for index, start, stop in pieces if stop - start == 1]
-        width = max((stop for _, stop in singles), default=0)
-        contexts = np.zeros((len(singles), width), dtype=np.int64)
-        for row, (index, stop) in zip(contexts, singles, strict=True):
-            row[:stop] = tables[index][:stop]
         ends = np.cumsum([stop - start for _, start, stop in pieces]).tolist()
+        groups = []
+        for first, last in [(0, len(singles))] if together else [(at, at + 1) for at in range(len(singles))]:
+            members = singles[first:last]
+            prefix = shared if together and len(members) > 1 else 0
+            contexts = np.zeros((len(members), max((stop for _, stop in members), default=0) - prefix), dtype=np.int64)
+            for row, (index, stop) in zip(contexts, members, strict=True):
+                row[: stop - prefix] = tables[index][prefix:stop]
+            lengths = np.array([stop - prefix for _, stop in members], dtype=np.int64)
+            if members:
+                groups.append(Group(first, last, tables[members[0][0]][:prefix], contexts, lengths))
         spans = [
-            Span(end - (stop - start), end, tables[index][:stop])
+            Span(end - (stop - start), end, tables[index][:start])
             for end, (index, start, stop) in zip(ends, pieces, strict=True)
             if stop - start > 1
         ]
@@ -154,8 +163,7 @@ def test_incremental_is_the_full_forward(config: DecoderConfig) -> None:
                     ids=np.concatenate([rows[index][start:stop] for index, start, stop in pieces]),
                     positions=np.concatenate([np.arange(start, stop) for _, start, stop in pieces]),
                     slots=np.concatenate([tables[index][start:stop] for index, start, stop in pieces]),
-                    contexts=contexts,
-                    lengths=np.array([stop for _, stop in singles], dtype=np.int64),
+                    groups=groups,
                     spans=spans,
                 )
             )
@@ -164,12 +172,15 @@ def test_incremental_is_the_full_forward(config: DecoderConfig) -> None:
             logits[index][start:stop] = found[end - (stop - start) : end]
             done[index] = stop
 
-    step([4, 0, 7])
-    step([1, 9, 1])
-    step([1, 5, 12])
+    step([0, 0, 7])
+    logits[0][:shared] = logits[1][:shared] = logits[2][:shared]
+    done[:2] = [shared, shared]
+    step([1, 5, 1])
+    step([1, 1, 12])
+    step([1, 1, 1], together=False)
     step([1, 1, 1])
     step([0, 6, 0])
-    step([2, 0, 9])
+    step([1, 3, 8], together=False)
     assert done == [9, 21, 30]
     with torch.no_grad():
         for row, found in zip(rows, logits, strict=True):

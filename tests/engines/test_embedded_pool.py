@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,8 +31,18 @@ CONFIG = DecoderConfig(
 MODEL = create(CONFIG, 0)
 
 
-def served(requests: list[SampleRequest], slots: int, batch: int, chunk: int) -> tuple[list[Sample], Stats]:
-    """All requests at once through an engine of its own."""
+def served(
+    requests: list[SampleRequest],
+    slots: int,
+    batch: int,
+    chunk: int,
+    call: int = 1024,
+    ended: list[int] | None = None,
+) -> tuple[list[Sample], Stats]:
+    """All requests at once through an engine of its own; with `call` 0, whatever can attend together does.
+
+    `ended` takes the order in which they end.
+    """
 
     async def run() -> tuple[list[Sample], Stats]:
         engine = EmbeddedEngine(
@@ -39,12 +50,17 @@ def served(requests: list[SampleRequest], slots: int, batch: int, chunk: int) ->
         )
         await engine.start()
         async with asyncio.timeout(60):
-            samples = await asyncio.gather(*map(engine.sample, requests))
+            tasks = [asyncio.create_task(engine.sample(request)) for request in requests]
+            for index, task in enumerate(tasks):
+                task.add_done_callback(lambda _, index=index: None if ended is None else ended.append(index))
+            samples = await asyncio.gather(*tasks)
         stats = engine.stats
         await engine.close()
         return samples, stats
 
-    return asyncio.run(run())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("towline.engines.embedded.grouping.CALL", call)
+        return asyncio.run(run())
 
 
 def same(left: list[Sample], right: list[Sample]) -> None:
@@ -76,22 +92,27 @@ def requests(draw: st.DrawFn) -> SampleRequest:
     st.integers(40, 70),
     st.sampled_from([1, 3, 8]),
     st.sampled_from([1, 5, 64]),
+    st.sampled_from([0, 1024]),
 )
-def test_results_do_not_depend_on_the_pool(asked: list[SampleRequest], slots: int, batch: int, chunk: int) -> None:
+def test_results_do_not_depend_on_the_pool(
+    asked: list[SampleRequest], slots: int, batch: int, chunk: int, call: int
+) -> None:
     plain, _ = served(asked, slots=5000, batch=1, chunk=256)
-    squeezed, stats = served(asked, slots, batch, chunk)
+    squeezed, stats = served(asked, slots, batch, chunk, call)
     same(plain, squeezed)
     assert stats.used_slots == 0
 
 
 def test_turns_give_way_and_still_end() -> None:
-    """Eight turns of 60 tokens in a pool of 130: none fits beside more than one other at its end."""
+    """Eight turns of 60 tokens in a pool of 130: at its end, none fits beside more than one other."""
     asked = [
         SampleRequest(np.random.default_rng(seed).integers(0, 32, 20).astype(np.int32), 41, seed=seed)
         for seed in range(8)
     ]
     plain, _ = served(asked, slots=5000, batch=8, chunk=256)
-    squeezed, stats = served(asked, slots=130, batch=8, chunk=256)
+    ended: list[int] = []
+    squeezed, stats = served(asked, slots=130, batch=8, chunk=256, ended=ended)
+    assert ended[0] == 0  # the oldest never gives way
     same(plain, squeezed)
     assert stats.preempted_turns > 0
     assert stats.evicted_tokens > 0

@@ -315,15 +315,40 @@ async def test_a_waiter_that_is_gone_does_not_harm_the_others(tmp_path: Path) ->
     assert ids(replay(tmp_path)) == [0, 1, 2]
 
 
+async def test_a_large_batch_takes_several_writes_and_one_sync(tmp_path: Path) -> None:
+    gated = GatedDisk()
+    written: list[int] = []
+
+    def write(file: int, data: memoryview) -> int:
+        written.append(len(data))
+        return os.write(file, data)
+
+    async with Journal.open(tmp_path, disk=Disk(write, gated.sync)) as journal:
+        gated.close_gate()
+        first = asyncio.create_task(journal.append(turn(0)))
+        assert await asyncio.to_thread(gated.syncing.wait, 60)
+        written.clear()
+        large = [asyncio.create_task(journal.append(turn(number, 150_000))) for number in range(1, 11)]
+        await asyncio.sleep(0)
+        gated.gate.set()
+        await asyncio.gather(first, *large)
+        assert gated.syncs == 2
+        assert len(written) == 5
+        assert max(written) < 1_300_000
+    assert ids(replay(tmp_path)) == list(range(11))
+
+
 # --- crashes -------------------------------------------------------------------------------------------------------
 
 CHILD = """
 import asyncio, os, sys
 from pathlib import Path
 import numpy as np
+from towline.gateway import journal as module
 from towline.gateway.journal import Journal, SyncMode, encode
 
 async def main():
+    module._BUFFER_BYTES = int(sys.argv[3])
     journal = Journal.open(Path(sys.argv[1]), mode=SyncMode(sys.argv[2]), segment_bytes=4000)
     following = iter(range(10**9))
 
@@ -373,7 +398,7 @@ COMMIT_POINTS = [
 async def test_kill_at_a_named_point_loses_nothing_acknowledged(tmp_path: Path, mode: SyncMode, point: str) -> None:
     if point == "after_sync:20" and mode is SyncMode.OS:
         point = "after_write:30"  # this mode acknowledges without a sync
-    process = child(CHILD, tmp_path, mode, crash_at=f"journal.{point}")
+    process = child(CHILD, tmp_path, mode, 1 << 20, crash_at=f"journal.{point}")
     output, _ = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL
     acknowledged = [int(line) for line in output.split(b"\n")[:-1]]
@@ -386,7 +411,8 @@ async def test_kill_at_a_named_point_loses_nothing_acknowledged(tmp_path: Path, 
 @pytest.mark.parametrize("seed", range(10))
 async def test_kill_at_a_random_moment_loses_nothing_acknowledged(tmp_path: Path, mode: SyncMode, seed: int) -> None:
     chance = random.Random(seed)
-    process = child(CHILD, tmp_path, mode)
+    a_batch_takes_several_writes = seed % 2
+    process = child(CHILD, tmp_path, mode, 150 if a_batch_takes_several_writes else 1 << 20)
     assert process.stdout is not None
     output = b"".join(process.stdout.readline() for _ in range(chance.randrange(1, 300)))
     await asyncio.sleep(chance.random() * 0.03)
@@ -547,7 +573,7 @@ async def test_one_owner_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} .* on .* since"):
             Journal.open(tmp_path)
     folder = tmp_path / "other"
-    process = child(CHILD, folder, SyncMode.OS)
+    process = child(CHILD, folder, SyncMode.OS, 1 << 20)
     assert process.stdout is not None
     process.stdout.readline()
     with pytest.raises(ConfigError, match=f"in use by process {process.pid} "):
@@ -631,7 +657,11 @@ except JournalError as error:
     )
     limit = 20_000
     process = child(
-        script, tmp_path, SyncMode.GROUP, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        script,
+        tmp_path,
+        SyncMode.GROUP,
+        1 << 20,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
     *acknowledged, last = process.communicate(timeout=60)[0].split(b"\n")
     assert last == b"stopped: OSError"

@@ -177,14 +177,16 @@ def hostile(format: str, size: int, *, pairs: bool) -> Iterator[tuple[str, str]]
     tails = ["", '["', '{"a": "', " ", *(markup if pairs else [])]
     for bit in (one + two for one in markup for two in tails):
         yield f"{bit!r} all along", bit * (size // len(bit))
-    calls = [] if format == "plain" else [ParsedCall("f", {"k": MARK})]
-    before, _, after = FORMATS[format].write(None, "", calls).partition(MARK)
+    calls = [] if format == "plain" else [ParsedCall("f", {"k": MARK, "l": MARK})]
+    before, between, after = [*FORMATS[format].write(None, "", calls).split(MARK), "", ""][:3]
     everything = "".join(markup)
     yield "one long value", before + "x" * size + after
     yield "a value that is not closed", before + "x" * size
     yield "a value of markup", before + everything * (size // len(everything)) + after
     yield "space", before + " " * size
     yield "calls that all end in the last one", before * (size // (len(before) + 1)) + after
+    opened, more = before * (size // 2 // (len(before) + 1)), between * (size // 2 // (len(between) + 1))
+    yield "many calls opened, then one that is long and not closed", opened + more
     for deep in ("[", '{"a":', "[[],"):
         yield f"{deep} nested", before[:-1] + deep * (size // len(deep))
 
@@ -232,7 +234,7 @@ def work(format: Format, text: str, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("format", sorted(FORMATS))
 def test_work_grows_with_the_length_of_hostile_text(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for (what, small), (_, large) in zip(
-        hostile(format, 5_000, pairs=True), hostile(format, 20_000, pairs=True), strict=True
+        hostile(format, 10_000, pairs=True), hostile(format, 40_000, pairs=True), strict=True
     ):
         once = work(FORMATS[format], small, monkeypatch)
         assert work(FORMATS[format], large, monkeypatch) <= 5 * once, what

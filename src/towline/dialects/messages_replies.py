@@ -144,11 +144,7 @@ def _blocks(reply: Reply) -> list[dict[str, Any]]:
 
 def _block_events(index: int, block: dict[str, Any]) -> Iterable[bytes]:
     kind = block["type"]
-    empty: dict[str, Any] = {
-        "thinking": {"thinking": "", "signature": ""},
-        "text": {"text": ""},
-        "tool_use": {"input": {}},
-    }[kind]
+    empty = _EMPTY[kind]
     yield _event({"type": "content_block_start", "index": index, "content_block": {**block, **empty}})
     if kind == "tool_use":
         deltas = [

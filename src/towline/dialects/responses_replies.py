@@ -17,6 +17,12 @@ from towline.dialects.sealed import seal
 from towline.errors import ApiError
 
 PREFIX = "resp_"
+_EMPTY: dict[str, dict[str, Any]] = {
+    "reasoning": {"summary": []},
+    "message": {"content": []},
+    "function_call": {"arguments": ""},
+}
+"""How an item begins in a stream; any other kind has an `input`."""
 
 
 def whole(request: Request, answer: Answer) -> Response:
@@ -104,8 +110,7 @@ class ResponsesStream:
 
 def _begun(item: dict[str, Any]) -> dict[str, Any]:
     """An item as it is when it has just begun."""
-    empty = {"reasoning": {"summary": []}, "message": {"content": []}, "function_call": {"arguments": ""}}
-    begun = {**item, **empty.get(item["type"], {"input": ""})}
+    begun = {**item, **_EMPTY.get(item["type"], {"input": ""})}
     if "status" in begun:
         begun["status"] = "in_progress"
     begun.pop("encrypted_content", None)

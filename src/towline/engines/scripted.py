@@ -2,12 +2,14 @@
 
 A script is a function of the neutral request; what it says is written in the model's own format and encoded, so that
 everything before and behind the engine is the real thing. Logprobs are made up, but a function of id and place only.
+A turn that is aborted gives half of what is left of it, and goes on with the other half when it is asked for again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ class Say:
     """Seconds of simulated inference."""
 
 
+_REMEMBERED = 256
 Script = Callable[[Request], Say]
 
 
@@ -49,8 +52,10 @@ class ScriptedEngine:
         self._flying: dict[str, asyncio.Event] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self.requests: list[SampleRequest] = []
-        """Every request that reached the engine."""
+        self._cut: dict[str, Say] = {}
+        """What is left of turns that were aborted."""
+        self.requests: deque[SampleRequest] = deque(maxlen=_REMEMBERED)
+        """The last requests that reached the engine."""
 
     @property
     def info(self) -> EngineInfo:
@@ -69,7 +74,7 @@ class ScriptedEngine:
         prompt = len(request.prompt)
         if prompt == 0 or prompt > self._context:
             raise EngineError(f"a prompt of {prompt} tokens does not fit a context of {self._context}")
-        said = self._say(request)
+        said = self._cut.pop(request.id, None) or self._say(request)
         stop = self._flying.setdefault(request.id, asyncio.Event())
         self._idle.clear()
         try:
@@ -97,6 +102,7 @@ class ScriptedEngine:
             written = self.codec.write(said.text, said.reasoning, said.calls, frame)
             ids = np.asarray(written, np.int32)
         if aborted:
+            self._cut[request.id] = Say(ids=ids[len(ids) // 2 :], delay=said.delay)
             ids = ids[: len(ids) // 2]
         finish = Finish.ABORT if aborted else Finish.STOP
         stop_string = None

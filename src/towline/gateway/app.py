@@ -21,13 +21,14 @@ from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
 from towline.crashpoints import crash_point
-from towline.dialects.base import Call, Dialect, Response, Route
+from towline.dialects.base import Call, Dialect, Response, Route, Stream
 from towline.errors import ApiError, BadRequest, ErrorKind, FidelityError
 from towline.gateway.gateway import Gateway
 from towline.gateway.session import Session, Turns
 
 log = logging.getLogger("towline.gateway")
 _IN_PATH = re.compile(r"/s/([A-Za-z0-9_-]{8,200})(/.*)")
+_PIECE = 65_536
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -43,11 +44,17 @@ class Connection:
         self._send = send
         self._watch: asyncio.Task[None] | None = None
         self.started = False
+        self.ended = False
         self.left = False
+        self.stream: Stream | None = None
+        """Writes the answer, if that has begun as a stream."""
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, limit: int, announced: str) -> bytes:
+        """The request's body; `announced` is its content-length header, if it has one."""
         chunks: list[bytes] = []
         size = 0
+        if announced.isascii() and announced.isdecimal() and int(announced) > limit:
+            raise ApiError(ErrorKind.TOO_LARGE, f"the body is larger than {limit} bytes")
         while True:
             event: Event = await self._receive()
             if event["type"] == "http.disconnect":
@@ -77,18 +84,44 @@ class Connection:
         if self._watch is not None:
             self._watch.cancel()
 
-    async def respond(self, response: Response) -> None:
+    async def respond(self, response: Response) -> bool:
+        """The whole answer; whether the client was there until the end of it."""
         headers = {"content-type": "application/json", **response.headers, "content-length": str(len(response.body))}
         await self.begin(response.status, headers)
-        await self._send({"type": "http.response.body", "body": response.body})
+        return await self.end(response.body)
 
     async def begin(self, status: int, headers: dict[str, str]) -> None:
         self.started = True
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def write(self, data: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+    async def begin_stream(self, stream: Stream) -> bytes:
+        """Send the headers; the first bytes, to go out with what follows."""
+        self.stream = stream
+        await self.begin(200, _SSE)
+        return stream.start()
+
+    async def write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes) -> bool:
+        """The rest of the answer; whether the client was there until the end of it.
+
+        Every piece waits until most of those before it have been taken, so that a client that leaves in the middle of a
+        long answer is noticed. What it takes for the end of the answer is in the last piece only.
+        """
+        self.watch()
+        start = 0
+        while len(data) - start > _PIECE and not self.left:
+            await self.write(data[start : start + _PIECE])
+            start += _PIECE
+        # A client may have left in this very moment; the watch gets its turn to notice.
+        await asyncio.sleep(0)
+        if self.left:
+            return False
+        self.ended = True
+        await self._send({"type": "http.response.body", "body": data[start:] if start else data})
+        return not self.left
 
 
 class ProviderApp:
@@ -164,23 +197,22 @@ class ProviderApp:
         if route.operation == "model":
             await connection.respond(dialect.model(call.path["model"], self.gateway.created))
             return
-        call.body = _json(await connection.body(self.gateway.settings.body_bytes))
+        limit = self.gateway.settings.body_bytes
+        call.body = _json(await connection.body(limit, call.headers.get("content-length", "")))
         try:
             request, thread = session.read(dialect, call)
             turns = session.start(request, thread)
         except RecursionError as error:
             raise BadRequest("the body is nested too deeply") from error
-        id = secrets.token_hex(12)
         try:
             if request.stream:
-                await self._stream(connection, session, dialect, turns, id)
+                await self._stream(connection, session, dialect, turns)
             else:
-                await self._whole(connection, session, dialect, turns, id)
+                await self._whole(connection, session, dialect, turns)
         finally:
-            if not all(node.delivered for node in turns.nodes):
-                session.abandon(turns, self.gateway.settings.orphan_seconds)
+            session.release(turns, self.gateway.settings.orphan_seconds)
 
-    async def _whole(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns, id: str) -> None:
+    async def _whole(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns) -> None:
         if not turns.work.done():
             await asyncio.wait((turns.work, connection.watch()), return_when=asyncio.FIRST_COMPLETED)
             if connection.left:
@@ -189,13 +221,14 @@ class ProviderApp:
         if error is not None:
             raise error
         crash_point("gateway.before_reply")
-        await connection.respond(dialect.write(turns.request, session.answer(turns, id)))
+        received = await connection.respond(dialect.write(turns.request, session.answer(turns, _answer_id())))
         crash_point("gateway.after_reply")
-        if not connection.left:
+        if received:
             await session.delivered(turns)
 
-    async def _stream(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns, id: str) -> None:
+    async def _stream(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns) -> None:
         ping = self.gateway.settings.ping_seconds
+        id = _answer_id()
         stream = dialect.stream(turns.request, id, int(time.time()), turns.request.model)
         head = b""
         while not turns.work.done():
@@ -205,30 +238,33 @@ class ProviderApp:
             if turns.work.done():
                 break
             if not connection.started:
-                await connection.begin(200, _SSE)
-                head = stream.start()
-            await connection.write(head + stream.ping(), more=True)
+                head = await connection.begin_stream(stream)
+            await connection.write(head + stream.ping())
             head = b""
         error = await session.failed(turns)
         if error is not None:
-            if not connection.started:
-                raise error
-            await connection.write(stream.error(error), more=False)
-            return
+            raise error
+        answer = session.answer(turns, id)
         if not connection.started:
-            await connection.begin(200, _SSE)
-            head = stream.start()
+            head = await connection.begin_stream(stream)
         crash_point("gateway.before_reply")
-        await connection.write(head + b"".join(stream.finish(session.answer(turns, id))), more=False)
+        received = await connection.end(head + b"".join(stream.finish(answer)))
         crash_point("gateway.after_reply")
-        if not connection.left:
+        if received:
             await session.delivered(turns)
 
 
 async def _refuse(connection: Connection, dialect: Dialect, error: ApiError) -> None:
-    if connection.started or connection.left:
+    if connection.left or connection.ended:
         return
-    await connection.respond(dialect.error(error))
+    if not connection.started:
+        await connection.respond(dialect.error(error))
+    elif connection.stream is not None:
+        await connection.end(connection.stream.error(error))
+
+
+def _answer_id() -> str:
+    return secrets.token_hex(12)
 
 
 def _split_path(scope: Scope) -> tuple[str, str]:

@@ -19,12 +19,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from towline.engines.base import PauseMode
-from towline.errors import TowlineError
+from towline.errors import ConfigError, TowlineError
 from towline.gateway.gateway import Gateway, SessionError
 from towline.gateway.session import Session
 from towline.schema import EndReason, Trajectory
 
 ARROW = "application/vnd.apache.arrow.stream"
+_LONGEST_WAIT = 86_400
+_HIGHEST_VERSION = 2**31 - 1
 
 
 class _Keyed:
@@ -116,6 +118,8 @@ class Control:
         deadline = body.get("deadline")
         if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, (int, float))):
             raise SessionError(422, "deadline must be a number of seconds")
+        if deadline is not None and not 0 <= deadline <= _LONGEST_WAIT:
+            raise SessionError(422, f"deadline must be from 0 to {_LONGEST_WAIT} seconds")
         await self.gateway.engine.pause(mode, deadline)
         return await self.policy(request)
 
@@ -157,8 +161,8 @@ def _version(body: dict[str, Any], *, required: bool) -> int | None:
     version = body.get("version")
     if version is None and not required:
         return None
-    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
-        raise SessionError(422, "version must be a non-negative integer")
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= _HIGHEST_VERSION:
+        raise SessionError(422, f"version must be an integer from 0 to {_HIGHEST_VERSION}")
     return version
 
 
@@ -174,7 +178,7 @@ async def _object(request: Request) -> dict[str, Any]:
 
 
 async def _failed(_: Request, error: Exception) -> Response:
-    status = error.status if isinstance(error, SessionError) else 502
+    status = error.status if isinstance(error, SessionError) else 422 if isinstance(error, ConfigError) else 502
     return JSONResponse({"error": str(error)}, status)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import re
 import secrets
 import time
@@ -21,10 +22,11 @@ from pydantic import ValidationError
 from towline.arrays import Ids
 from towline.config import GatewaySettings, SessionSettings
 from towline.conversation import Tool
+from towline.crashpoints import crash_point
 from towline.engines.base import Engine
 from towline.errors import TowlineError
 from towline.gateway import records
-from towline.gateway.journal import Journal, Record, SyncMode, encode
+from towline.gateway.journal import Journal, Record, RecordError, SyncMode, encode
 from towline.gateway.session import Session
 from towline.schema import EndReason, SessionState, Trajectory
 from towline.tokens.assemble import assemble
@@ -32,7 +34,9 @@ from towline.tokens.codec import Codec, Frame
 from towline.tokens.graph import Node
 from towline.tokens.jinja import TemplateError
 
+log = logging.getLogger("towline.gateway")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_GROUP = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,512}")
 
 
 class SessionError(TowlineError):
@@ -85,19 +89,30 @@ class Gateway:
         """Take the data folder, restore the sessions that were open, and start the engine."""
         self.trajectories.mkdir(parents=True, exist_ok=True)
         self._journal = Journal.open(self.settings.data / "journal", mode=SyncMode(self.settings.journal))
-        sealed: set[str] = set()
-        for record in self._journal.records():
-            self._restore(record, sealed)
-        if sealed:
-            await self._journal.compact(lambda record: record.fields.get("session") not in sealed)
-        await self.engine.start()
+        try:
+            sealed: set[str] = set()
+            for record in self._journal.records():
+                self._restore(record, sealed)
+            await self._finish_sealing(sealed)
+            if sealed:
+                await self._journal.compact(lambda record: record.fields.get("session") not in sealed)
+            await self.engine.start()
+        except BaseException:
+            await self._journal.close()
+            raise
+
+    async def stop(self) -> None:
+        """End the turns in flight; whoever waits for one is told to try again."""
+        await asyncio.gather(*(session.stop() for session in self.sessions.values()))
 
     async def close(self) -> None:
-        for session in self.sessions.values():
-            await session.end()
-        if self._journal is not None:
-            await self._journal.close()
-        await self.engine.close()
+        await self.stop()
+        await asyncio.gather(*self._sealing.values(), return_exceptions=True)
+        try:
+            if self._journal is not None:
+                await self._journal.close()
+        finally:
+            await self.engine.close()
 
     # Sessions
 
@@ -109,6 +124,8 @@ class Gateway:
         for name in ("id", "group", "instruction"):
             if not isinstance(fields.get(name, ""), str):
                 raise SessionError(422, f"{name} must be a string")
+        if fields.get("group") and not _GROUP.fullmatch(fields["group"]):
+            raise SessionError(422, "group must be up to 512 characters without control characters")
         metadata, settings = fields.get("metadata", {}), fields.get("settings", {})
         if not isinstance(metadata, dict) or not isinstance(settings, dict):
             raise SessionError(422, "metadata and settings must be objects")
@@ -128,21 +145,13 @@ class Gateway:
         session = self._make(
             id, hash_key(key), chosen, fields.get("group", ""), fields.get("instruction", ""), metadata
         )
-        await self.journal.append(
-            encode(
-                records.SESSION,
-                {
-                    "session": id,
-                    "key": session.key_hash,
-                    "settings": chosen.model_dump(mode="json"),
-                    "group": session.group,
-                    "instruction": session.instruction,
-                    "metadata": metadata,
-                    "created": session.created,
-                },
-                {},
-            )
-        )
+        try:
+            await self.journal.append(records.session_record(session))
+        except BaseException as error:
+            self._forget(session)
+            if isinstance(error, RecordError):
+                raise SessionError(422, f"metadata or settings cannot be recorded: {error}") from error
+            raise
         return Opened(session, key)
 
     def _make(
@@ -171,6 +180,10 @@ class Gateway:
         self._by_key[key_hash] = session
         return session
 
+    def _forget(self, session: Session) -> None:
+        self.sessions.pop(session.id, None)
+        self._by_key.pop(session.key_hash, None)
+
     def by_key(self, key: str) -> Session | None:
         return self._by_key.get(hash_key(key))
 
@@ -188,19 +201,30 @@ class Gateway:
             return self._stored(id)
         task = asyncio.get_running_loop().create_task(self._seal(self.sessions[id], end_reason))
         self._sealing[id] = task
-        try:
-            return await asyncio.shield(task)
-        finally:
-            if task.done():
-                self._sealing.pop(id, None)
+        task.add_done_callback(lambda task: self._sealed(id, task))
+        return await asyncio.shield(task)
+
+    def _sealed(self, id: str, task: asyncio.Task[Trajectory]) -> None:
+        self._sealing.pop(id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("session %s could not be sealed: %s", id, error)
 
     async def _seal(self, session: Session, end_reason: EndReason) -> Trajectory:
         await session.end()
-        trajectory = self.build(session, SessionState.DONE, end_reason)
-        await asyncio.to_thread(trajectory.write, self._file(session.id))
+        # Nothing changes in the session any more, and a long one takes a while: the others are not to wait for it.
+        trajectory = await asyncio.to_thread(self._write, session, end_reason)
+        crash_point("gateway.before_sealed")
         await self.journal.append(encode(records.SEALED, {"session": session.id}, {}))
-        self.sessions.pop(session.id, None)
-        self._by_key.pop(session.key_hash, None)
+        crash_point("gateway.after_sealed")
+        self._forget(session)
+        return trajectory
+
+    def _write(self, session: Session, end_reason: EndReason) -> Trajectory:
+        trajectory = self.build(session, SessionState.DONE, end_reason, self._plain_prompts(session))
+        try:
+            trajectory.write(self._file(session.id))
+        except OSError as error:
+            raise SessionError(500, f"the trajectory of {session.id!r} cannot be written: {error}") from error
         return trajectory
 
     def trajectory(self, id: str) -> Trajectory:
@@ -208,7 +232,14 @@ class Gateway:
         session = self.sessions.get(id)
         return self._stored(id) if session is None else self.build(session, SessionState.RUNNING, None)
 
-    def build(self, session: Session, state: SessionState, end_reason: EndReason | None) -> Trajectory:
+    def build(
+        self,
+        session: Session,
+        state: SessionState,
+        end_reason: EndReason | None,
+        plain_prompts: dict[Node, Ids] | None = None,
+    ) -> Trajectory:
+        """Without `plain_prompts`, how a plain server would differ is not measured: that takes long for long sessions."""
         settings = session.settings
         return assemble(
             session.graph,
@@ -221,7 +252,7 @@ class Gateway:
             ends=self.codec.stop_ids,
             state=state,
             end_reason=end_reason,
-            plain_prompts=self._plain_prompts(session),
+            plain_prompts=plain_prompts,
             tools={key: [tool.as_function() for tool in tools] for key, tools in session.tools.items()},
             template=self.codec.name,
             engine=self.engine.info.name,
@@ -253,11 +284,22 @@ class Gateway:
 
     # After a crash
 
+    async def _finish_sealing(self, sealed: set[str]) -> None:
+        """A trajectory that is written is whole: a crash cut off only the record that says so."""
+        for draft in self.trajectories.glob(".*.tmp"):
+            draft.unlink()
+        for session in [session for id, session in self.sessions.items() if self._file(id).exists()]:
+            await self.journal.append(encode(records.SEALED, {"session": session.id}, {}))
+            self._forget(session)
+            sealed.add(session.id)
+
     def _restore(self, record: Record, sealed: set[str]) -> None:
         fields = record.fields
         id = fields["session"]
         if record.kind == records.SESSION:
             settings = SessionSettings.model_validate(fields["settings"])
+            # An id may be taken anew once its trajectory was moved away.
+            sealed.discard(id)
             self._make(
                 id,
                 fields["key"],
@@ -269,9 +311,8 @@ class Gateway:
             )
             return
         if record.kind == records.SEALED:
-            session = self.sessions.pop(id, None)
-            if session is not None:
-                self._by_key.pop(session.key_hash, None)
+            if id in self.sessions:
+                self._forget(self.sessions[id])
             sealed.add(id)
             return
         session = self.sessions.get(id)
@@ -287,7 +328,7 @@ class Gateway:
                 session.adopt(node)
         elif record.kind == records.DELIVERED and fields["id"] in session.graph.by_id:
             session.graph.by_id[fields["id"]].delivered = True
-            session.abandoned.discard(fields["id"])
+            session.waiting.abandoned.discard(fields["id"])
 
 
 def hash_key(key: str) -> str:

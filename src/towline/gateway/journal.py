@@ -63,7 +63,8 @@ _FRAME_PLACE = struct.Struct("<QQIB")
 _DATA, _SEAL = 1, 2
 _SEAL_PAYLOAD = struct.Struct("<Q")
 _ARRAY_ALIGNMENT = 16
-_COPY_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20
+"""About as much as is joined for one write(), so that a large batch is not copied as a whole."""
 _PENDING_BYTES = 64 << 20
 """Hand-overs beyond this much unwritten data wait for the writer, so that memory stays bounded."""
 
@@ -172,12 +173,8 @@ class _SegmentWriter:
         self._buffer += (_FRAME_HEADER.pack(_FRAME_MAGIC, len(payload), checksum, kind), payload)
         self.end += _FRAME_HEADER.size + len(payload)
         self.count += kind == _DATA
-
-    def copy(self, payloads: Iterable[bytes]) -> None:
-        for payload in payloads:
-            self.add(payload)
-            if self.end - self.written > _COPY_BYTES:
-                self.write()
+        if self.end - self.written > _BUFFER_BYTES:
+            self.write()
 
     def write(self) -> None:
         left = memoryview(b"".join(self._buffer))
@@ -229,7 +226,7 @@ class _SegmentReader:
         self._limit = limit
 
     def __iter__(self) -> Iterator[bytes]:
-        with self._path.open("rb", buffering=_COPY_BYTES) as file:
+        with self._path.open("rb", buffering=_BUFFER_BYTES) as file:
             self.size = os.fstat(file.fileno()).st_size if self._limit is None else self._limit
             self._read_header(file)
             while self.end < self.size:
@@ -565,7 +562,8 @@ def _rewrite(folder: Path, number: int, payloads: Iterable[bytes], disk: Disk, s
     """Replace a segment by a sealed one with these payloads, in one step; its size."""
     segment = _SegmentWriter(folder, number, disk)
     try:
-        segment.copy(payloads)
+        for payload in payloads:
+            segment.add(payload)
         segment.seal()
         segment.publish(step)
     finally:

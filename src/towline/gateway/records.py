@@ -6,17 +6,37 @@ records. The key of a session is recorded only as a hash.
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from towline.conversation import Finish, Hints, Media, Message, Reply, ToolCall
-from towline.gateway.journal import Record, encode
+from towline.gateway.journal import Record, RecordError, encode
 from towline.schema import ForkReason
 from towline.tokens.assemble import message_json, reply_json
 from towline.tokens.codec import Frame
 from towline.tokens.graph import Graph, Node
 
+if TYPE_CHECKING:
+    from towline.gateway.session import Session
+
 SESSION, TOOLS, TURN, DELIVERED, SEALED = "session", "tools", "turn", "delivered", "sealed"
+
+
+def session_record(session: Session) -> bytes:
+    return encode(
+        SESSION,
+        {
+            "session": session.id,
+            "key": session.key_hash,
+            "settings": session.settings.model_dump(mode="json"),
+            "group": session.group,
+            "instruction": session.instruction,
+            "metadata": session.metadata,
+            "created": session.created,
+        },
+        {},
+    )
 
 
 def turn_record(session: str, node: Node) -> bytes:
@@ -54,7 +74,13 @@ def turn_record(session: str, node: Node) -> bytes:
         "logprobs": node.logprobs,
         "versions": node.versions,
     }
-    return encode(TURN, fields, arrays)
+    try:
+        return encode(TURN, fields, arrays)
+    except RecordError:
+        # Models sample, and harnesses send back, arguments that the journal's JSON cannot hold: integers past 64 bits,
+        # broken surrogates, hundreds of levels. As ASCII text it can.
+        text = json.dumps(fields)
+        return encode(TURN, {"session": session, "text": text}, arrays)
 
 
 def tools_record(session: str, key: str, frame: Frame) -> bytes:
@@ -70,6 +96,8 @@ def delivered_record(session: str, turn: str) -> bytes:
 def restore_turn(graph: Graph, record: Record) -> Node | None:
     """Put a recorded turn back into its graph; a record seen twice is one turn."""
     fields, arrays = record.fields, record.arrays
+    if "text" in fields:
+        fields = json.loads(fields["text"])
     if fields["id"] in graph.by_id:
         return None
     shortened = fields["shortened_hash"]

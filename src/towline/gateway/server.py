@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def _url(listener: socket.socket, host: str) -> str:
     return f"http://{shown}:{listener.getsockname()[1]}"
 
 
-def _serve(app: ASGIApp) -> _Server:
+def _serve(app: ASGIApp, drain_seconds: float) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -66,7 +67,8 @@ def _serve(app: ASGIApp) -> _Server:
             server_header=False,
             # A harness may think for minutes between two calls on one connection.
             timeout_keep_alive=900,
-            timeout_graceful_shutdown=5,
+            # Longer than the gateway gives turns in flight: whoever waits is answered in his provider's own shape.
+            timeout_graceful_shutdown=math.ceil(drain_seconds) + 5,
         )
     )
 
@@ -79,17 +81,21 @@ async def serving(gateway: Gateway, control_key: str) -> AsyncIterator[Running]:
     with contextlib.closing(provider):
         control = listen(settings.control_host, settings.control_port)
         with contextlib.closing(control):
-            base_url = settings.public_url or _url(provider, settings.host)
+            base_url = (settings.public_url or _url(provider, settings.host)).rstrip("/")
             apps = [
-                (_serve(ProviderApp(gateway, all_dialects())), provider),
-                (_serve(Control(gateway, base_url.rstrip("/")).app(control_key)), control),
+                (_serve(ProviderApp(gateway, all_dialects()), settings.drain_seconds), provider),
+                (_serve(Control(gateway, base_url).app(control_key), settings.drain_seconds), control),
             ]
             await gateway.open()
             tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in apps]
             try:
-                yield Running(base_url.rstrip("/"), _url(control, settings.control_host), control_key)
+                yield Running(base_url, _url(control, settings.control_host), control_key)
             finally:
                 for server, _ in apps:
                     server.should_exit = True
-                await asyncio.gather(*tasks)
-                await gateway.close()
+                try:
+                    await asyncio.wait(tasks, timeout=settings.drain_seconds)
+                    await gateway.stop()
+                    await asyncio.gather(*tasks)
+                finally:
+                    await gateway.close()

@@ -8,10 +8,11 @@ for it. The turn is in the journal before anybody sees its reply.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,10 +22,11 @@ from towline.config import SessionSettings
 from towline.conversation import Answer, Finish, Message, Request, Tool, Usage
 from towline.crashpoints import crash_point
 from towline.dialects.base import Call, Dialect, Known
-from towline.engines.base import Engine, SampleRequest
-from towline.errors import ApiError, BadRequest, EngineError, ErrorKind
-from towline.gateway import records, turns
+from towline.engines.base import Engine, Sample, SampleRequest
+from towline.errors import ApiError, BadRequest, EngineError, ErrorKind, TowlineError
+from towline.gateway import records, sampling, turns
 from towline.gateway.journal import Journal
+from towline.gateway.waiting import Waiting
 from towline.tokens import fingerprint
 from towline.tokens.codec import Codec, Frame
 from towline.tokens.continuation import Capture, Plan, Planner, Vanishing
@@ -32,6 +34,7 @@ from towline.tokens.graph import Graph, Node
 from towline.tokens.jinja import TemplateError
 from towline.tokens.settle import bare_id, settle, settled_prefix
 
+log = logging.getLogger("towline.gateway")
 _THREADS = 8
 """Conversations of a session whose last request is kept, so that the next is read incrementally."""
 
@@ -46,6 +49,8 @@ class Thread:
     """Settled: results in call order."""
     hashes: list[bytes]
     node: Node | None = None
+    fresh: int = 0
+    """Where the messages begin that were not in the request before."""
 
 
 @dataclass(slots=True)
@@ -55,7 +60,7 @@ class Turns:
     request: Request
     nodes: list[Node]
     work: asyncio.Future[Any]
-    """Done when all of them are in the journal."""
+    """Done when all of them are in the journal, or one of them failed."""
     shared: bool = False
     """They answer an earlier request too, of which this one is a retry."""
 
@@ -88,10 +93,14 @@ class Session:
         self.frames: dict[str, Frame] = {}
         self.native: dict[str, str] = {}
         self.work: dict[str, asyncio.Task[None]] = {}
-        self.abandoned: set[str] = set()
-        """Turns whose client left before they were delivered."""
+        """By turn, until it is in the journal."""
+        self.waiting = Waiting()
         self.sealed = False
+        self.stopping = False
         self.started = 0
+        self.failures = 0
+        """Turns that the engine failed; they count against no limit."""
+        self.sampled_tokens = 0
         self._root_key: tuple[tuple[Tool, ...], dict[str, Any], str] | None = None
         self._clock = datetime.fromtimestamp(self.created, UTC)
         self._recorded: set[str] = set()
@@ -103,7 +112,8 @@ class Session:
     def adopt(self, node: Node) -> None:
         """Take a turn from the journal after a crash. Until told otherwise its reply was never delivered."""
         self.started = max(self.started, node.index + 1)
-        self.abandoned.add(node.id)
+        self.sampled_tokens += len(node.sampled)
+        self.waiting.abandoned.add(node.id)
         self._recorded.add(node.key)
         self.native.update({bare_id(minted): own for minted, own in node.meta.get("native_ids", {}).items()})
 
@@ -122,7 +132,8 @@ class Session:
         hashes = self.planner.hashes(request.messages, thread.hashes if thread is not None else (), start)
         if len(hashes) != len(request.messages) + 1:
             hashes = self.planner.hashes(request.messages)
-        return request, Thread(dialect.name, after, request.messages, hashes, thread.node if thread else None)
+        previous = thread.node if thread is not None else None
+        return request, Thread(dialect.name, after, request.messages, hashes, previous, start)
 
     def _thread_of(self, dialect: Dialect, call: Call) -> Thread | None:
         items = dialect.items(call.body)
@@ -143,14 +154,21 @@ class Session:
     # Starting turns
 
     def start(self, request: Request, thread: Thread) -> Turns:
-        """Plan the request and begin to sample it; or share the turn that it retries."""
-        self._check_limits(request)
+        """Plan the request and begin to sample it; or share the turns that it retries. Ends with `release`."""
+        self._check_open()
         key = self._key_of(request)
-        frame = self._frame_of(request, key)
-        retried = self._retried(request, key, thread.hashes[-1])
-        if retried is not None:
-            return Turns(request, [retried], self._work_of(retried), shared=True)
-        previous = thread.node
+        asked = sampling.asked(request)
+        retried = self.waiting.retried(request, asked, self.graph.by_request.get((thread.hashes[-1], key), ()))
+        if retried:
+            for node in retried:
+                if "retry" not in node.flags:
+                    node.flags.append("retry")
+            self.waiting.join(retried)
+            return Turns(request, retried, self._gathered(retried), shared=True)
+        self._check_limits(request)
+        self._check_size(request, thread, key)
+        frame = self.frames.get(key) or Frame(request.tools, self._arguments(request), self.clock)
+        previous, first = thread.node, self.started
         nodes = []
         for _ in range(request.sampling.n):
             try:
@@ -158,89 +176,76 @@ class Session:
             except TemplateError as error:
                 raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
             room = self._room(request, plan)
-            nodes.append(self._open(request, plan, key, room))
+            nodes.append(self._open(request, plan, key, room, asked, first))
+        self.frames[key], self.tools[key] = frame, frame.tools
         thread.node = nodes[-1]
         self._remember(thread, previous)
+        self.waiting.join(nodes)
         return Turns(request, nodes, self._gathered(nodes))
 
     def _gathered(self, nodes: Sequence[Node]) -> asyncio.Future[Any]:
-        tasks = [self.work[node.id] for node in nodes]
-        return tasks[0] if len(tasks) == 1 else asyncio.gather(*tasks)
+        tasks = [self.work[node.id] for node in nodes if node.id in self.work]
+        if len(tasks) == 1:
+            return tasks[0]
+        gathered: asyncio.Future[Any] = asyncio.gather(*tasks)
+        gathered.add_done_callback(_retrieve)
+        return gathered
 
-    def _work_of(self, node: Node) -> asyncio.Future[Any]:
-        if node.id in self.work:
-            return self.work[node.id]
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
-
-    def _retried(self, request: Request, key: str, request_hash: bytes) -> Node | None:
-        """The turn that this request asks for again, if there is evidence that it is a retry and not another sample."""
-        hints = request.hints
-        for node in reversed(self.graph.by_request.get((request_hash, key), ())):
-            if node.finish is Finish.ABORT or (node.finish is None and node.id not in self.work):
-                continue
-            repeated = bool(hints.idempotency_key) and hints.idempotency_key == node.hints.idempotency_key
-            if hints.retry or repeated or (node.id in self.abandoned and not node.delivered):
-                self.abandoned.discard(node.id)
-                if "retry" not in node.flags:
-                    node.flags.append("retry")
-                return node
-        return None
-
-    def _check_limits(self, request: Request) -> None:
+    def _check_open(self) -> None:
         limits = self.settings.limits
         if self.sealed:
             raise ApiError(ErrorKind.UNAUTHORISED, "this session is sealed")
+        if self.stopping:
+            raise ApiError(ErrorKind.OVERLOADED, "the gateway is shutting down", retry_after=1)
         if limits.seconds is not None and time.time() - self.created > limits.seconds:
             raise ApiError(ErrorKind.QUOTA, f"the session's wall clock of {limits.seconds:g} s is used up")
-        if limits.turns is not None and self.started + request.sampling.n > limits.turns:
+
+    def _check_limits(self, request: Request) -> None:
+        limits = self.settings.limits
+        if limits.turns is not None and self.started - self.failures + request.sampling.n > limits.turns:
             raise ApiError(ErrorKind.QUOTA, f"the session's limit of {limits.turns} turns is used up")
         if limits.sampled_tokens is not None and self.sampled_tokens >= limits.sampled_tokens:
             raise ApiError(ErrorKind.QUOTA, f"the session's limit of {limits.sampled_tokens} sampled tokens is used up")
 
     @property
-    def sampled_tokens(self) -> int:
-        return sum(len(node.sampled) for node in self.graph.nodes)
+    def _context(self) -> int:
+        return min(self.settings.limits.context or self.engine.info.context, self.engine.info.context)
+
+    def _check_size(self, request: Request, thread: Thread, key: str) -> None:
+        """Refuse what is far too long without encoding all of it, which would hold up every other session."""
+        context = self._context
+        tools = () if key in self.frames else request.tools
+        if turns.far_exceeds(self.codec, request.messages[thread.fresh :], tools, context):
+            raise _too_long(context, f"more than {context}")
+
+    def _arguments(self, request: Request) -> dict[str, Any]:
+        return {**self.settings.template_args, **request.template_args}
 
     def _key_of(self, request: Request) -> str:
-        arguments = {**self.settings.template_args, **request.template_args}
+        arguments = self._arguments(request)
         cached = self._root_key
         if cached is None or cached[0] is not request.tools or cached[1] != arguments:
             cached = self._root_key = (request.tools, arguments, fingerprint.root_key(request.tools, arguments))
         return cached[2]
 
-    def _frame_of(self, request: Request, key: str) -> Frame:
-        frame = self.frames.get(key)
-        if frame is None:
-            arguments = {**self.settings.template_args, **request.template_args}
-            frame = self.frames[key] = Frame(request.tools, arguments, self.clock)
-            self.tools[key] = request.tools
-        return frame
-
     def _room(self, request: Request, plan: Plan) -> int:
         """How many tokens the turn may sample."""
-        limits, sampling = self.settings.limits, self.settings.sampling
-        context = min(limits.context or self.engine.info.context, self.engine.info.context)
+        limits = self.settings.limits
+        context = self._context
         prompt = (plan.parent.end if plan.parent else 0) + len(plan.suffix)
         if prompt >= context:
-            raise ApiError(
-                ErrorKind.CONTEXT_LENGTH,
-                f"This model's maximum context length is {context} tokens. However, your messages resulted in {prompt} "
-                "tokens. Please reduce the length of the messages.",
-                param="messages",
-            )
-        room = min(sampling.max_tokens, context - prompt)
+            raise _too_long(context, str(prompt))
+        room = min(self.settings.sampling.max_tokens, context - prompt)
         if limits.sampled_tokens is not None:
             room = min(room, limits.sampled_tokens - self.sampled_tokens)
         return min(room, request.sampling.max_tokens or room)
 
-    def _open(self, request: Request, plan: Plan, key: str, room: int) -> Node:
+    def _open(self, request: Request, plan: Plan, key: str, room: int, asked: dict[str, Any], first: int) -> Node:
         """Put the turn into the graph and its sampling under way."""
         index = self.started
         self.started += 1
-        first = request.messages[0]
-        temperature, top_p, top_k, overridden = self._distribution(request)
+        lead = request.messages[0]
+        temperature, top_p, top_k, overridden = sampling.distribution(self.settings.sampling, request)
         node = Node(
             id=f"{self.id}-{index}",
             index=index,
@@ -258,7 +263,7 @@ class Session:
             new=plan.new,
             prefill=plan.prefill,
             hints=request.hints,
-            system=fingerprint.of(first, self.planner.noise) if first.role == "system" else b"",
+            system=fingerprint.of(lead, self.planner.noise) if lead.role == "system" else b"",
             has_tools=bool(request.tools),
             model=request.model,
             forced=plan.forced,
@@ -269,14 +274,17 @@ class Session:
                 "temperature": temperature,
                 "top_p": top_p,
                 "top_k": top_k,
-                "requested": _asked(request),
+                "requested": asked,
                 "overridden": overridden,
                 "ignored": list(request.ignored),
                 "started": time.time(),
             },
         )
+        if request.sampling.n > 1:
+            node.meta["first"] = first
         self.graph.add(node)
         prompt = self.graph.open_prompt(node)
+        seed = request.sampling.seed
         wanted = SampleRequest(
             prompt=prompt,
             max_tokens=room,
@@ -285,7 +293,7 @@ class Session:
             top_k=top_k,
             stop_ids=self.codec.stop_ids,
             stop_strings=request.sampling.stop,
-            seed=request.sampling.seed,
+            seed=None if seed is None else seed + index - first,
             id=node.id,
             conversation=f"{self.id}-{node.root.index}",
             group=self.group or self.id,
@@ -293,53 +301,58 @@ class Session:
         )
         task = asyncio.get_running_loop().create_task(self._sample(node, wanted, request))
         self.work[node.id] = task
-        task.add_done_callback(lambda _: self.work.pop(node.id, None))
+        task.add_done_callback(lambda task: self._done(node, task))
         return node
 
-    def _distribution(self, request: Request) -> tuple[float, float, int, list[str]]:
-        """Temperature, top-p and top-k of the turn, and what of the harness's wishes is not followed."""
-        fixed, asked = self.settings.sampling, request.sampling
-        overridden = list(asked.other)
-        if request.tool_choice not in (None, "auto", "none"):
-            overridden.append("tool_choice")
-        if fixed.mode == "harness":
-            temperature = fixed.temperature if asked.temperature is None else asked.temperature
-            top_p = fixed.top_p if asked.top_p is None else asked.top_p
-            return temperature, top_p, fixed.top_k if asked.top_k is None else asked.top_k, overridden
-        for name in ("temperature", "top_p", "top_k"):
-            value = getattr(asked, name)
-            if value is not None and value != getattr(fixed, name):
-                overridden.append(name)
-        return fixed.temperature, fixed.top_p, fixed.top_k, overridden
+    def _done(self, node: Node, task: asyncio.Task[None]) -> None:
+        self.work.pop(node.id, None)
+        if node.finish is None:
+            # Cancelled before its first step.
+            node.finish = Finish.ABORT
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # Whether a client is told depends on whether one is left; the operator is in any case.
+            log.warning(
+                "turn %s failed: %s", node.id, error, exc_info=None if isinstance(error, TowlineError) else error
+            )
 
     # Sampling
 
     async def _sample(self, node: Node, wanted: SampleRequest, request: Request) -> None:
-        """Sample the turn, read its reply, and write both to the journal."""
+        """Sample the turn, read its reply, and write both to the journal. Cancelled only while it samples."""
         began = time.perf_counter()
         try:
             sampled = await turns.sample(self.engine, wanted)
-        except BaseException:
+            self._take(node, wanted, request, sampled)
+            node.meta["seconds"] = time.perf_counter() - began
+            await self._record(node)
+        except BaseException as error:
+            # What is not in the journal is no answer, and no retry may get it.
             node.finish = Finish.ABORT
+            self.failures += isinstance(error, EngineError)
             raise
+        self.graph.finish(node)
+
+    def _take(self, node: Node, wanted: SampleRequest, request: Request, sampled: Sample) -> None:
         node.sampled = np.ascontiguousarray(sampled.ids, np.int32)
         node.logprobs = np.ascontiguousarray(sampled.logprobs, np.float32)
         node.versions = np.ascontiguousarray(sampled.versions, np.int32)
         node.flags += [flag for flag in sampled.flags if flag not in node.flags]
         node.meta["cached_tokens"] = sampled.cached_tokens
-        node.meta["seconds"] = time.perf_counter() - began
         node.reply, native = turns.read_reply(self.codec, wanted.prompt, sampled, request.tools, node.index)
         node.finish = sampled.finish
+        self.sampled_tokens += len(node.sampled)
         if native:
             self.native.update({bare_id(minted): own for minted, own in native.items()})
             node.meta["native_ids"] = native
+
+    async def _record(self, node: Node) -> None:
         if node.key not in self._recorded:
             self._recorded.add(node.key)
             await self.journal.append(records.tools_record(self.id, node.key, self.frames[node.key]), sync=False)
         crash_point("gateway.before_journal")
         await self.journal.append(records.turn_record(self.id, node))
         crash_point("gateway.after_journal")
-        self.graph.finish(node)
 
     def answer(self, turns_: Turns, id: str) -> Answer:
         """What the dialect is to write; the turns are done."""
@@ -370,41 +383,61 @@ class Session:
                 node.delivered = True
                 await self.journal.append(records.delivered_record(self.id, node.id), sync=False)
 
-    def abandon(self, turns_: Turns, grace: float) -> None:
-        """The client left. A retry may pick the turns up; without one they end after `grace` seconds."""
-        for node in turns_.nodes:
-            if node.delivered:
-                continue
-            self.abandoned.add(node.id)
-            task = self.work.get(node.id)
-            if task is not None:
-                asyncio.get_running_loop().call_later(grace, self._end_orphan, node.id, task)
+    def release(self, turns_: Turns, grace: float) -> None:
+        """The client got its answer, or left. A retry may pick up what was not delivered; without one, turns that nobody
+        waits for end after `grace` seconds."""
+        self.waiting.leave(turns_.nodes, grace, self._cancel)
 
-    def _end_orphan(self, turn: str, task: asyncio.Task[None]) -> None:
-        if turn in self.abandoned and not task.done():
+    def _cancel(self, node: Node) -> None:
+        """End a turn that still samples; from then on to its journal record it is not to be cut."""
+        task = self.work.get(node.id)
+        if task is not None and node.finish is None:
             task.cancel()
 
-    async def end(self) -> None:
-        """No further turns; those in flight are cancelled, those finished stay."""
-        self.sealed = True
+    async def stop(self) -> None:
+        """No further turns in this process; those that still sample are cancelled, those finished stay."""
+        self.stopping = True
+        self.waiting.close()
         tasks = list(self.work.values())
-        for task in tasks:
-            task.cancel()
+        for id in list(self.work):
+            self._cancel(self.graph.by_id[id])
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def end(self) -> None:
+        """No further turns, ever."""
+        self.sealed = True
+        await self.stop()
+
     async def failed(self, turns_: Turns) -> ApiError | None:
-        """The error of turns that did not come to an end, for the client."""
+        """Waits for the turns; the error for the client if they did not come to an end."""
+        if not turns_.work.done():
+            await asyncio.wait((turns_.work,))
         try:
-            await turns_.work
+            turns_.work.result()
         except ApiError as error:
             return error
         except EngineError as error:
             return ApiError(ErrorKind.OVERLOADED, f"the engine could not answer: {error}", retry_after=1)
         except asyncio.CancelledError:
-            if self.sealed or turns_.work.cancelled():
-                return ApiError(ErrorKind.UNAUTHORISED, "the session ended during this turn")
-            raise
+            if self.sealed:
+                return ApiError(ErrorKind.UNAUTHORISED, "the session was sealed during this turn")
+            return ApiError(ErrorKind.OVERLOADED, "the turn was interrupted", retry_after=1)
         return None
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Look at the outcome, so that it is not reported as lost when the client has left."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _too_long(context: int, found: str) -> ApiError:
+    return ApiError(
+        ErrorKind.CONTEXT_LENGTH,
+        f"This model's maximum context length is {context} tokens. However, your messages resulted in {found} tokens. "
+        "Please reduce the length of the messages.",
+        param="messages",
+    )
 
 
 def _same(after: list[Message], before: list[Message]) -> int:
@@ -415,10 +448,3 @@ def _same(after: list[Message], before: list[Message]) -> int:
             break
         count += 1
     return count
-
-
-def _asked(request: Request) -> dict[str, Any]:
-    asked = {name: value for name, value in asdict(request.sampling).items() if value not in (None, (), {}, [])}
-    if request.tool_choice is not None:
-        asked["tool_choice"] = request.tool_choice
-    return asked

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from towline.conversation import Finish, Reply, TokenLogprob, Tool, ToolCall
+from towline.conversation import Finish, Message, Reply, TokenLogprob, Tool, ToolCall
 from towline.engines.base import Engine, Ids, Sample, SampleRequest
 from towline.errors import EngineError
 from towline.tokens.codec import Codec
@@ -15,6 +16,9 @@ from towline.tokens.codec import Codec
 _FRUITLESS = 100
 """Aborts in a row without a token before the engine is given up on."""
 _TAIL = 64
+_HARMLESS = 65_536
+"""Characters that are encoded in no time, whatever they are."""
+_PIECE = 16_384
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
@@ -122,3 +126,42 @@ def reasoning_tokens(codec: Codec, ids: Ids, reply: Reply) -> int:
     end = codec.tokenizer.id_of("</think>")
     places = np.flatnonzero(ids == (-1 if end is None else end))
     return int(places[0]) + 1 if len(places) else 0
+
+
+def far_exceeds(codec: Codec, messages: Sequence[Message], tools: Sequence[Tool], context: int) -> bool:
+    """Whether these are certainly more than `context` tokens, for the price of encoding about that many.
+
+    Text cut into pieces gives a few tokens more than as a whole; a quarter is more than that can come to.
+    """
+    texts = [text for message in messages for text in _texts(message)]
+    texts += [text for tool in tools for text in _strings([tool.name, tool.description, tool.parameters])]
+    if sum(map(len, texts)) <= max(context, _HARMLESS):
+        return False
+    count = 0
+    for text in texts:
+        for start in range(0, len(text), _PIECE):
+            count += len(codec.tokenizer.encode(text[start : start + _PIECE]))
+            if count > context + context // 4 + len(texts):
+                return True
+    return False
+
+
+def _texts(message: Message) -> Iterator[str]:
+    yield message.text
+    if message.reasoning:
+        yield message.reasoning
+    for call in message.tool_calls:
+        yield from _strings([call.name, call.arguments])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in a JSON value, however deep."""
+    values = [value]
+    while values:
+        item = values.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            values += [*item, *item.values()]
+        elif isinstance(item, list):
+            values += item

@@ -20,7 +20,7 @@ import numpy as np
 from towline.arrays import Ids
 from towline.conversation import Finish
 from towline.schema import BuilderName, ForkReason, Trace, TurnRole
-from towline.tokens.graph import Graph, Node
+from towline.tokens.graph import Graph, Node, check_buffer
 
 
 @dataclass(slots=True)
@@ -52,7 +52,12 @@ def build(
     trained: Collection[TurnRole],
     ends: frozenset[int] = frozenset(),
 ) -> list[Trace]:
-    """The rows of a session. `ends` are the ids that end a message; `merged` needs them to find its seams."""
+    """The rows of a session. `ends` are the ids that end a message; `merged` needs them to find its seams.
+
+    Raises `FidelityError` if a prompt that was sent is not the one that the rows are made of.
+    """
+    for node in graph.nodes:
+        check_buffer(node)
     alive = [node for node in graph.nodes if roles.get(node) in trained and len(node.sampled)]
     if builder is BuilderName.EXACT:
         rows = [_path_row(leaf) for leaf in _leaves(alive, lambda node: node.parent)]

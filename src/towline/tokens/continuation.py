@@ -3,27 +3,31 @@
 Given a session's graph and a request, `Planner.plan` finds the deepest turn of ours that the request provably goes on
 from, and makes the prompt: that turn's tokens as they are, then the freshly rendered suffix. What cannot be proven to
 continue starts a branch or a new root, with the reason. After a fork, replies of ours that are unchanged are taken from
-the graph as they were sampled. Pure: no engine, no clock, no I/O.
+the graph as they were sampled, unless the context policy wants what the template would show. Pure: no engine, no clock,
+no I/O.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 
 from towline.arrays import Ids
-from towline.conversation import Message, Request
+from towline.conversation import Finish, Message, Request
 from towline.schema import ContextPolicy, ForkReason
-from towline.tokens import fingerprint
+from towline.tokens import finding, fingerprint
 from towline.tokens.codec import Codec, Encoded, Frame, Unbridgeable
 from towline.tokens.graph import Graph, Node
 
 _TAIL = 64
 """Prompt ids before a turn that a family's bridge may look at: enough to see whether reasoning was opened."""
+FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE = "forced_close", "spliced_replies", "vanished_kept", "noise_ignored"
+"""What a plan says about its turn beside a fork's reason."""
+_FLAGS = (FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE)
 
 
 class Vanishing(StrEnum):
@@ -71,9 +75,18 @@ class _Ids:
     spliced: int = 0
 
     def add(self, encoded: Encoded) -> None:
+        # Only what closes the parent is a forced close of this turn; a spliced reply was closed before.
+        self.forced += 0 if self.ids else encoded.forced
         self.ids += encoded.ids
-        self.forced += encoded.forced
         self.special_text += encoded.special_text
+
+    def splice(self, node: Node) -> None:
+        self.ids += node.sampled.tolist()
+        self.spliced += 1
+
+    def opens(self, node: Node) -> bool:
+        """Whether the prompt so far ends as the node's did: a reply is only ever read behind the same opening."""
+        return bool(self.ids) and self.ids[-1] == int(node.suffix[-1])
 
 
 class Planner:
@@ -108,69 +121,36 @@ class Planner:
         messages = request.messages
         prefill = messages[-1] if messages[-1].role == "assistant" else None
         plan = Plan(None, np.empty(0, np.int32), hashes[-1], hashes, prefill=prefill, new=messages)
-        if len(messages) > 2 and messages[-1].role == "user":
+        if len(messages) > 1 and messages[-1].role == "user" and messages[-2].role in ("user", "tool"):
             plan.shortened_hash = hashes[-2]
 
-        twin = next((n for n in reversed(graph.by_request.get((hashes[-1], key), []))), None)
+        found, covered, vanished = finding.match(graph, messages, key, hashes)
+        twin = finding.twin(graph, messages, key, hashes, found)
         if twin is not None:
             return self._sibling(plan, twin)
-        found, covered, vanished = self._match(graph, messages, key, hashes)
+        resumes = covered == len(messages) and self.capture is Capture.EXACT
+        if prefill is not None and prefill.tool_calls and not resumes:
+            # Calls are closed by the template: nothing can be written behind them in the same message.
+            plan.prefill = None
         if self.capture is Capture.PLAIN:
             return self._plain(plan, graph, found, covered, vanished, request, key, frame)
         if found is not None:
             return self._continue(plan, graph, found, covered, vanished, request, key, frame)
-        return self._root(plan, graph, request, key, frame)
-
-    # Finding
-
-    def _match(
-        self, graph: Graph, messages: Sequence[Message], key: str, hashes: Sequence[bytes]
-    ) -> tuple[Node | None, int, bool]:
-        """The deepest turn whose request and reply are a prefix, how many messages it covers, and whether a message of
-        its prompt vanished."""
-        for covered in range(len(messages), 0, -1):
-            last = messages[covered - 1]
-            if last.role != "assistant":
-                continue
-            node = _pick(graph.after_reply.get(hashes[covered]), key, last)
-            if node is not None:
-                return node, covered, False
-            if covered >= 2 and messages[covered - 2].role == "assistant":
-                node = self._match_split(graph, messages, covered, key, hashes)
-                if node is not None:
-                    return node, covered, False
-            node = _pick(graph.after_vanished.get(hashes[covered]), key, last)
-            if node is not None:
-                return node, covered, True
-        return None, 0, False
-
-    def _match_split(
-        self, graph: Graph, messages: Sequence[Message], covered: int, key: str, hashes: Sequence[bytes]
-    ) -> Node | None:
-        """A reply that the harness sends back as several assistant messages in a row."""
-        start = covered - 1
-        while start > 0 and messages[start - 1].role == "assistant":
-            start -= 1
-            run = messages[start:covered]
-            merged = Message(
-                "assistant",
-                "\n".join(m.text for m in run if m.text.strip()),
-                next((m.reasoning for m in run if m.reasoning), None),
-                tuple(call for m in run for call in m.tool_calls),
-            )
-            after = fingerprint.roll(hashes[start], fingerprint.of(merged, self.noise))
-            node = _pick(graph.after_reply.get(after), key, merged)
-            if node is not None:
-                return node
-        return None
-
-    # Planning
+        plan.origin, plan.reason, plan.inferred = finding.why_new(graph, request, key, hashes)
+        return self._compose(plan, graph, finding.named(graph, messages) or plan.origin, messages, frame)
 
     def _sibling(self, plan: Plan, twin: Node) -> Plan:
-        """The same request once more, wanted as another sample: the same prompt, token for token."""
+        """The same request once more: the same prompt, token for token.
+
+        Another sample of it is a sibling; after a turn that came to nothing it takes that one's place.
+        """
         plan.parent, plan.suffix, plan.new = twin.parent, twin.suffix, twin.new
-        plan.origin, plan.reason = twin, ForkReason.SIBLING
         plan.forced, plan.special_text, plan.prefill = twin.forced, twin.special_text, twin.prefill
+        plan.flags = [flag for flag in twin.flags if flag in _FLAGS]
+        if twin.finish is Finish.ABORT:
+            plan.origin, plan.reason, plan.inferred = twin.origin, twin.reason, twin.origin_inferred
+        else:
+            plan.origin, plan.reason = twin, ForkReason.SIBLING
         return plan
 
     def _continue(
@@ -186,190 +166,201 @@ class Planner:
     ) -> Plan:
         messages = request.messages
         plan.parent, plan.new = found, messages[covered:]
+        if self.noise and finding.noisy(found, messages):
+            plan.flags.append(NOISE)
+        if vanished and self.vanishing is Vanishing.FORK:
+            return self._branch(plan, graph, found, key, messages, frame)
         if vanished:
-            if self.vanishing is Vanishing.KEEP:
-                plan.flags.append("vanished_kept")
-            else:
-                return self._branch(plan, graph, found, ForkReason.VANISHED_MESSAGE, request, key, frame)
+            plan.flags.append(VANISHED_KEPT)
+        reason = self._shown_otherwise(graph, found, covered, messages, frame)
+        if reason is not None:
+            plan.reason, plan.origin = reason, found
+            return self._anew(plan, graph, found, messages, frame)
         if covered == len(messages):
             return self._resume_reply(plan, found)
-        if self.policy is not ContextPolicy.RETAIN:
-            reason = self._shown_otherwise(found, covered, messages, frame)
-            if reason is not None:
-                return self._anew(plan, found, reason, request, frame)
-        own = [index for index in range(covered, len(messages)) if _own(graph, messages[index], found)]
-        if own:
-            plan.reason, plan.origin = ForkReason.HISTORY_EDITED, _own(graph, messages[own[-1]], found)
+        later = [node for message in messages[covered:] if (node := finding.own(graph, message, found))]
+        if later:
+            plan.reason, plan.origin = ForkReason.HISTORY_EDITED, later[-1]
         elif any(child.delivered or child.finish is None for child in found.children):
             plan.reason, plan.origin = ForkReason.HISTORY_EDITED, found
         try:
-            made = self._extend(
-                graph, found, _tail(found), found.sampled, covered, messages, frame, plan.prefill is not None
-            )
+            return _made(plan, self._extend(_Ids(), plan, graph, found, found.sampled, covered, messages, frame))
         except Unbridgeable as problem:
-            return self._unbridged(plan, graph, found, covered, problem, request, frame)
-        return _made(plan, made)
+            plan.reason, plan.origin = problem.reason, found
+        if plan.reason is ForkReason.STOP_MISMATCH:
+            return self._without_end(plan, graph, found, covered, messages, frame)
+        return self._compose(plan, graph, found, messages, frame)
 
     def _resume_reply(self, plan: Plan, found: Node) -> Plan:
         """The request ends with our own reply: the model is to go on writing it."""
         if len(found.sampled) and int(found.sampled[-1]) in self.codec.stop_ids:
-            plan.parent, plan.origin, plan.reason = found.parent, found, ForkReason.PREFILL
-            plan.suffix = np.concatenate([found.suffix, found.sampled[:-1]])
-            plan.new = [*found.new, plan.new[-1]] if plan.new else found.new
+            self._instead_of(plan, found, found.sampled[:-1])
+            plan.origin, plan.reason = found, ForkReason.PREFILL
+            plan.new = [*_asked(found), *([] if plan.prefill is None else [plan.prefill])]
         return plan
+
+    def _without_end(
+        self, plan: Plan, graph: Graph, found: Node, covered: int, messages: Sequence[Message], frame: Frame
+    ) -> Plan:
+        """All but the end of the turn stays as it was sampled; the message that follows opens itself."""
+        cut = found.sampled[:-1]
+        try:
+            made = self._extend(_Ids(), plan, graph, found, cut, covered, messages, frame)
+        except Unbridgeable:
+            return self._compose(plan, graph, found, messages, frame)
+        made.forced = 0
+        _made(plan, made)
+        self._instead_of(plan, found, np.concatenate([cut, plan.suffix]))
+        plan.special_text = found.special_text + made.special_text
+        plan.new = [*_asked(found), *messages[covered - 1 :]]
+        return plan
+
+    def _instead_of(self, plan: Plan, found: Node, ids: Ids) -> None:
+        """Prompt `found` once more, with `ids` for what it sampled."""
+        plan.parent, plan.suffix = found.parent, np.concatenate([found.suffix, ids])
+        plan.forced, plan.special_text = found.forced, found.special_text
+        plan.flags += [flag for flag in found.flags if flag in _FLAGS and flag not in plan.flags]
 
     def _extend(
         self,
+        made: _Ids,
+        plan: Plan,
         graph: Graph,
         near: Node,
-        tail: Ids,
         sampled: Ids,
         covered: int,
         messages: Sequence[Message],
         frame: Frame,
-        prefill: bool,
     ) -> _Ids:
-        """Everything behind the reply `messages[covered - 1]`, with later replies of ours as they were sampled.
+        """Add everything behind the reply `messages[covered - 1]`, with later replies of ours as they were sampled.
 
-        `tail` and `sampled` are the ids before and of that reply; `near` is a turn of the conversation.
+        `sampled` are the ids of that reply: the turn `near` itself if nothing is made yet, else the end of what is.
         """
-        made = _Ids()
+        tail = np.asarray(made.ids[: -len(sampled)][-_TAIL:], np.int32) if made.ids else _tail(near)
+        splicing = True
         while True:
-            splice, node = self._next_own(graph, near, covered, messages)
-            upto = len(messages) if node is None else splice
-            made.add(
-                self.codec.extend(
-                    messages[: covered - 1],
-                    messages[covered - 1],
+            splice, node = self._next_own(graph, near, covered, messages) if splicing else (len(messages), None)
+            try:
+                encoded = self.codec.extend(
+                    graph.native(messages[: covered - 1]),
+                    graph.native(messages[covered - 1 : covered])[0],
                     tail,
                     sampled,
-                    messages[covered:upto],
+                    graph.native(messages[covered:splice]),
                     frame,
-                    prefill=prefill and node is None,
+                    prefill=plan.prefill is not None and node is None,
                 )
-            )
+            except Unbridgeable as problem:
+                if problem.reason is not ForkReason.STOP_MISMATCH or not made.ids:
+                    raise
+                made.ids.pop()
+                sampled = sampled[:-1]
+                continue
+            if node is not None and encoded.ids[-1:] != [int(node.suffix[-1])]:
+                splicing = False
+                continue
+            made.add(encoded)
             if node is None:
                 return made
             tail, sampled, covered = np.asarray(made.ids[-_TAIL:], np.int32), node.sampled, splice + 1
-            made.ids += node.sampled.tolist()
-            made.spliced += 1
+            made.splice(node)
 
     def _next_own(self, graph: Graph, near: Node, covered: int, messages: Sequence[Message]) -> tuple[int, Node | None]:
         """The next reply of ours in the rest of the request that can be put in as sampled."""
         for index in range(covered + 1, len(messages) - 1):
-            if messages[index].role == "assistant" and messages[index + 1].role != "assistant":
-                node = _own(graph, messages[index], near)
-                if node is not None and (self.policy is ContextPolicy.RETAIN or _kept(node, messages[index])):
+            message = messages[index]
+            if message.role == "assistant" and messages[index + 1].role != "assistant":
+                node = finding.own(graph, message, near)
+                # A reply behind a prefill was sampled without its beginning.
+                if node is not None and node.prefill is None and self._stays(node, message):
                     return index, node
         return len(messages), None
 
+    def _stays(self, node: Node, message: Message) -> bool:
+        """Whether a reply stays in context as it was sampled, whatever the harness made of its reasoning."""
+        return self.policy is not ContextPolicy.AS_SENT or finding.kept(node, message)
+
     def _branch(
-        self, plan: Plan, graph: Graph, origin: Node, reason: ForkReason, request: Request, key: str, frame: Frame
+        self, plan: Plan, graph: Graph, origin: Node, key: str, messages: Sequence[Message], frame: Frame
     ) -> Plan:
-        """Branch at the last intact turn, or start anew if there is none."""
-        plan.reason, plan.origin = reason, origin
-        messages = request.messages
-        for covered in range(len(messages) - 1, 0, -1):
-            if messages[covered - 1].role != "assistant":
-                continue
-            node = _pick(graph.after_reply.get(plan.hashes[covered]), key, messages[covered - 1])
-            if node is None:
-                continue
-            plan.parent, plan.new = node, messages[covered:]
+        """A message vanished: branch at the last intact turn, or start anew if there is none."""
+        plan.reason, plan.origin = ForkReason.VANISHED_MESSAGE, origin
+        node, covered = finding.intact(graph, messages, key, plan.hashes)
+        if node is not None and self._shown_otherwise(graph, node, covered, messages, frame) is None:
+            plan.parent, plan.new = node, list(messages[covered:])
             try:
-                made = self._extend(
-                    graph, node, _tail(node), node.sampled, covered, messages, frame, plan.prefill is not None
-                )
-                return _made(plan, made)
+                return _made(plan, self._extend(_Ids(), plan, graph, node, node.sampled, covered, messages, frame))
             except Unbridgeable:
-                break
+                pass
         return self._compose(plan, graph, origin, messages, frame)
 
-    def _unbridged(
-        self,
-        plan: Plan,
-        graph: Graph,
-        found: Node,
-        covered: int,
-        problem: Unbridgeable,
-        request: Request,
-        frame: Frame,
-    ) -> Plan:
-        plan.reason, plan.origin = problem.reason, found
-        if problem.reason is ForkReason.STOP_MISMATCH:
-            # All but the end of the turn stays as it was sampled; the message that follows opens itself.
-            messages, cut = request.messages, found.sampled[:-1]
-            made = self.codec.extend(
-                messages[: covered - 1],
-                messages[covered - 1],
-                _tail(found),
-                cut,
-                messages[covered:],
-                frame,
-                prefill=plan.prefill is not None,
-            )
-            plan.parent, plan.new = found.parent, [*found.new, *messages[covered - 1 :]]
-            plan.suffix = np.concatenate([found.suffix, cut, np.asarray(made.ids, np.int32)])
-            plan.special_text = made.special_text
-            return plan
-        return self._compose(plan, graph, found, request.messages, frame)
+    # What a plain server would show
 
     def _shown_otherwise(
-        self, found: Node, covered: int, messages: Sequence[Message], frame: Frame
+        self, graph: Graph, found: Node, covered: int, messages: Sequence[Message], frame: Frame
     ) -> ForkReason | None:
         """Why a plain server would not show the model what it sampled, under `as_sent` and `template`."""
-        shown = list(messages)
-        node: Node | None = found
-        while node is not None and node.covered < len(shown) and shown[node.covered].role == "assistant":
-            if self.policy is ContextPolicy.AS_SENT and not _kept(node, shown[node.covered]):
-                return ForkReason.REASONING_DROPPED
-            shown[node.covered] = node.reply_message()
-            node = node.parent
-        if self.codec.rewrites(shown[: covered - 1], shown[covered - 1], shown[covered:], frame):
+        if self.policy is ContextPolicy.RETAIN:
+            return None
+        ours = list(finding.replies(graph, found, covered, messages))
+        if not all(self._stays(node, messages[index]) for index, node in ours):
+            return ForkReason.REASONING_DROPPED
+        if covered < len(messages) and self._rewrites(graph, ours, covered, messages, frame):
             return ForkReason.TEMPLATE_REWRITE
         return None
 
-    def _anew(self, plan: Plan, found: Node, reason: ForkReason, request: Request, frame: Frame) -> Plan:
-        """Everything rendered as a plain server would; under `template` with the reasoning that the harness dropped."""
-        plan.parent, plan.origin, plan.reason, plan.new = None, found, reason, request.messages
-        messages = list(request.messages)
+    def _rewrites(
+        self,
+        graph: Graph,
+        ours: Sequence[tuple[int, Node]],
+        covered: int,
+        messages: Sequence[Message],
+        frame: Frame,
+    ) -> bool:
+        """Whether the template shows the first `covered` messages otherwise than the model saw them."""
+        shown = graph.native(self._thought(messages, ours))
+        return self.codec.rewrites(shown[: covered - 1], shown[covered - 1], shown[covered:], frame)
+
+    def _thought(self, messages: Sequence[Message], ours: Sequence[tuple[int, Node]]) -> list[Message]:
+        """The messages; under `template` with the reasoning of our replies that the harness dropped."""
+        shown = list(messages)
         if self.policy is ContextPolicy.TEMPLATE:
-            node: Node | None = found
-            while node is not None and node.covered < len(messages):
-                messages[node.covered] = node.reply_message()
-                node = node.parent or node.continued
+            for index, node in ours:
+                if node.reply is not None and not finding.kept(node, shown[index]):
+                    shown[index] = replace(shown[index], reasoning=node.reply.reasoning)
+        return shown
+
+    # From the beginning
+
+    def _anew(self, plan: Plan, graph: Graph, near: Node | None, messages: Sequence[Message], frame: Frame) -> Plan:
+        """Everything rendered as a plain server would."""
+        plan.parent, plan.new = None, list(messages)
+        shown = self._thought(messages, _ours(graph, messages, near))
         made = _Ids()
-        made.add(self.codec.prompt(messages, frame, prefill=plan.prefill is not None))
+        made.add(self.codec.prompt(graph.native(shown), frame, prefill=plan.prefill is not None))
         return _made(plan, made)
 
     def _compose(self, plan: Plan, graph: Graph, near: Node | None, messages: Sequence[Message], frame: Frame) -> Plan:
         """A prompt from its beginning, with unchanged replies of ours as they were sampled."""
         plan.parent, plan.new = None, list(messages)
-        made = _Ids()
         splice, node = self._next_own(graph, near, 0, messages) if near is not None else (0, None)
-        prefill = plan.prefill is not None
-        if node is None or near is None:
-            made.add(self.codec.prompt(messages, frame, prefill=prefill))
-            return _made(plan, made)
-        made.add(self.codec.prompt(messages[:splice], frame))
-        tail = np.asarray(made.ids[-_TAIL:], np.int32)
-        made.ids += node.sampled.tolist()
-        made.spliced += 1
+        if near is None or node is None or self._rewritten(graph, near, messages, frame):
+            return self._anew(plan, graph, near, messages, frame)
+        made = _Ids()
+        made.add(self.codec.prompt(graph.native(messages[:splice]), frame))
+        if not made.opens(node):
+            return self._anew(plan, graph, near, messages, frame)
+        made.splice(node)
         try:
-            rest = self._extend(graph, near, tail, node.sampled, splice + 1, messages, frame, prefill)
+            return _made(plan, self._extend(made, plan, graph, near, node.sampled, splice + 1, messages, frame))
         except Unbridgeable:
-            made = _Ids()
-            made.add(self.codec.prompt(messages, frame, prefill=prefill))
-            return _made(plan, made)
-        made.ids += rest.ids
-        made.special_text += rest.special_text
-        made.spliced += rest.spliced
-        return _made(plan, made)
+            return self._anew(plan, graph, near, messages, frame)
 
-    def _root(self, plan: Plan, graph: Graph, request: Request, key: str, frame: Frame) -> Plan:
-        plan.origin, plan.reason, plan.inferred = self._why_new(graph, request, key, plan.hashes)
-        near = plan.origin if plan.reason in (ForkReason.HISTORY_EDITED, ForkReason.TOOLS_CHANGED) else None
-        return self._compose(plan, graph, near, request.messages, frame)
+    def _rewritten(self, graph: Graph, near: Node, messages: Sequence[Message], frame: Frame) -> bool:
+        """Whether the policy wants what the template shows of our replies, and that is not what was sampled."""
+        ours = [] if self.policy is ContextPolicy.RETAIN else _ours(graph, messages, near)
+        covered = ours[-1][0] + 1 if ours else len(messages)
+        return covered < len(messages) and self._rewrites(graph, ours, covered, messages, frame)
 
     def _plain(
         self,
@@ -383,107 +374,39 @@ class Planner:
         frame: Frame,
     ) -> Plan:
         if found is None:
-            plan.origin, plan.reason, plan.inferred = self._why_new(graph, request, key, plan.hashes)
+            plan.origin, plan.reason, plan.inferred = finding.why_new(graph, request, key, plan.hashes)
         else:
             plan.origin, plan.new = found, request.messages[covered:]
-            own = any(_own(graph, message, found) for message in plan.new)
             taken = any(node.origin is found and node.reason is None for node in graph.nodes)
             if vanished:
                 plan.reason = ForkReason.VANISHED_MESSAGE
-            elif own or taken:
+            elif taken or _ours(graph, plan.new, found):
                 plan.reason = ForkReason.HISTORY_EDITED
         made = _Ids()
-        made.add(self.codec.prompt(request.messages, frame, prefill=plan.prefill is not None))
+        made.add(self.codec.prompt(graph.native(request.messages), frame, prefill=plan.prefill is not None))
         return _made(plan, made)
-
-    def _why_new(
-        self, graph: Graph, request: Request, key: str, hashes: Sequence[bytes]
-    ) -> tuple[Node | None, ForkReason | None, bool]:
-        """Why a request continues nothing: the turn it came from, the reason, and whether that turn is a guess."""
-        if not graph.nodes:
-            return None, None, False
-        messages = request.messages
-        for covered in range(len(messages), 0, -1):
-            others = graph.after_reply.get(hashes[covered])
-            if others:
-                return others[-1], ForkReason.TOOLS_CHANGED, False
-        hints = request.hints
-        by_header = [n for n in graph.nodes if hints.parent_session and n.hints.session == hints.parent_session]
-        same = [n for n in graph.nodes if (n.hints.session, n.hints.agent) == (hints.session, hints.agent)]
-        before = (by_header or same or graph.nodes)[-1]
-        has_tools = bool(request.tools)
-        leads = messages[0].role == "system"
-        system = fingerprint.of(messages[0], self.noise) if leads else b""
-        if not has_tools and any(node.has_tools for node in graph.nodes):
-            return before, ForkReason.SIDE, True
-        if all(node.system != system for node in graph.nodes):
-            return before, ForkReason.SYSTEM_CHANGED, True
-        if all(node.key != key for node in graph.nodes):
-            return before, ForkReason.TOOLS_CHANGED, True
-        if by_header or not same:
-            return before, ForkReason.UNMATCHED, not by_header
-        if len(messages) < before.covered + 1:
-            moved = bool(hints.window) and hints.window != before.hints.window
-            return before, ForkReason.COMPACTION, not moved
-        own = next((node for message in reversed(messages) if (node := _own(graph, message, before))), None)
-        if own is not None:
-            return own, ForkReason.HISTORY_EDITED, False
-        return before, ForkReason.UNMATCHED, True
 
 
 def _made(plan: Plan, made: _Ids) -> Plan:
     plan.suffix = np.asarray(made.ids, np.int32)
     plan.forced, plan.special_text = made.forced, made.special_text
     if made.forced:
-        plan.flags.append("forced_close")
+        plan.flags.append(FORCED_CLOSE)
     if made.spliced:
-        plan.flags.append("spliced_replies")
+        plan.flags.append(SPLICED)
     return plan
+
+
+def _ours(graph: Graph, messages: Sequence[Message], near: Node | None) -> list[tuple[int, Node]]:
+    """Which messages are replies of ours, in order."""
+    return [(i, node) for i, message in enumerate(messages) if (node := finding.own(graph, message, near))]
+
+
+def _asked(node: Node) -> list[Message]:
+    """What was new to a turn, without the beginning of its reply."""
+    return node.new if node.prefill is None else node.new[:-1]
 
 
 def _tail(node: Node) -> Ids:
     """The last ids of a turn's prompt."""
     return node.suffix[-_TAIL:] if len(node.suffix) >= _TAIL else node.prompt()[-_TAIL:]
-
-
-def _pick(nodes: Sequence[Node] | None, key: str, message: Message) -> Node | None:
-    """Among twins, the one whose tool-call ids the harness sent back; else the newest that was delivered."""
-    candidates = [node for node in nodes or () if node.key == key]
-    if len(candidates) <= 1:
-        return candidates[0] if candidates else None
-    return _by_call_id(candidates, message) or next(
-        (node for node in reversed(candidates) if node.delivered), candidates[-1]
-    )
-
-
-def _by_call_id(nodes: Sequence[Node], message: Message) -> Node | None:
-    ids = {_bare(call.id) for call in message.tool_calls}
-    for node in reversed(nodes):
-        if node.reply is not None and any(_bare(call.id) in ids for call in node.reply.tool_calls):
-            return node
-    return None
-
-
-def _bare(id: str) -> str:
-    return "".join(filter(str.isalnum, id))
-
-
-def _own(graph: Graph, message: Message, near: Node | None) -> Node | None:
-    """The turn that sampled this message: by its minted call ids, or in the same conversation by its content."""
-    if message.role != "assistant":
-        return None
-    nodes = graph.by_reply.get(fingerprint.of(message))
-    if not nodes:
-        return None
-    node = _by_call_id(nodes, message)
-    if node is not None or near is None:
-        return node
-    root = near.root
-    return next((node for node in reversed(nodes) if node.root is root), None)
-
-
-def _kept(node: Node, message: Message) -> bool:
-    """Whether the harness sent the reply's reasoning back."""
-    sent = (node.reply.reasoning or "").strip() if node.reply is not None else ""
-    back = (message.reasoning or "").strip()
-    return not sent or back == sent or (not back and sent in message.text)

@@ -34,7 +34,7 @@ def canonical(value: Any) -> bytes:
 
 def _settle(value: Any) -> Any:
     if isinstance(value, float):
-        return int(value) if value.is_integer() and abs(value) < 2**53 else value
+        return int(value) if value.is_integer() else value
     if isinstance(value, dict):
         return {str(key): _settle(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -2,14 +2,16 @@
 
 A node stores its parent, the prompt tokens that are new since that parent (`suffix`) and what was sampled, never the whole
 prompt again. Invariant: the prompt of a node is `parent's prompt + parent's sampled + suffix`, exactly as sent to the
-engine. Two indexes find a turn again: by the rolling fingerprint of a request and by that of a request with its reply.
+engine. Prompts are made in buffers that grow from turn to turn: each call checks the seam, and a buffer is compared with
+the whole path that it stands for when it is let go and when the session is built. Two indexes find a turn again: by the
+rolling fingerprint of a request and by that of a request with its reply.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from towline.conversation import Finish, Hints, Message, Reply
 from towline.errors import FidelityError
 from towline.schema import ForkReason
 from towline.tokens import fingerprint
+from towline.tokens.settle import bare_id
 
 _NO_IDS: Ids = np.empty(0, np.int32)
 _NO_FLOATS: Floats = np.empty(0, np.float32)
@@ -47,7 +50,7 @@ class TokenBuffer:
         return self._data[: self.length if end is None else end]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """One turn in memory."""
 
@@ -91,6 +94,12 @@ class Node:
     delivered: bool = False
     children: list[Node] = field(default_factory=list)
     buffer: TokenBuffer | None = None
+    reply_fingerprint: bytes = b""
+    """Fingerprint of `reply_message`, once the turn is finished."""
+    _root: Node | None = field(default=None, init=False)
+
+    def __repr__(self) -> str:
+        return f"<turn {self.id}>"
 
     @property
     def end(self) -> int:
@@ -99,11 +108,12 @@ class Node:
 
     @property
     def root(self) -> Node:
-        """The first turn of this node's conversation."""
+        """The first turn of this node's conversation; what a turn comes from never changes, so it is kept."""
         node = self
-        while (before := node.parent or node.continued) is not None:
+        while node._root is None and (before := node.parent or node.continued) is not None:
             node = before
-        return node
+        self._root = node._root or node
+        return self._root
 
     @property
     def continued(self) -> Node | None:
@@ -118,9 +128,13 @@ class Node:
         return nodes[::-1]
 
     def tokens(self) -> Ids:
-        """Prompt and sampled tokens, put together from the path."""
+        """Prompt and sampled tokens, out of the buffer if there is one."""
         if self.buffer is not None and self.buffer.length >= self.end:
             return self.buffer.view(self.end)
+        return self.path_tokens()
+
+    def path_tokens(self) -> Ids:
+        """Prompt and sampled tokens, put together from the path."""
         return np.concatenate([part for node in self.path() for part in (node.suffix, node.sampled)])
 
     def prompt(self) -> Ids:
@@ -161,6 +175,7 @@ class Graph:
         self.after_vanished: dict[bytes, list[Node]] = {}
         self.by_reply: dict[bytes, list[Node]] = {}
         self._live: list[Node] = []
+        self._native: dict[str, str] = {}
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
@@ -199,7 +214,9 @@ class Graph:
         node.buffer = buffer
         self._live.append(node)
         if len(self._live) > _LIVE_BUFFERS:
-            self._live.pop(0).buffer = None
+            oldest = self._live.pop(0)
+            check_buffer(oldest)
+            oldest.buffer = None
         return buffer.view(node.prompt_length)
 
     def finish(self, node: Node) -> None:
@@ -208,12 +225,26 @@ class Graph:
             node.buffer.append(node.sampled)
         if node.reply is None or node.finish is Finish.ABORT:
             return
-        reply = fingerprint.of(node.reply_message(), self.noise)
+        reply = node.reply_fingerprint = fingerprint.of(node.reply_message(), self.noise)
         self.by_reply.setdefault(reply, []).append(node)
+        self._native.update({bare_id(id): own for id, own in node.meta.get("native_ids", {}).items()})
         after = fingerprint.roll(node.reply_base or node.request_hash, reply)
         self.after_reply.setdefault(after, []).append(node)
         if node.shortened_hash is not None:
             self.after_vanished.setdefault(fingerprint.roll(node.shortened_hash, reply), []).append(node)
+
+    def native(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with the call ids that the model itself sampled, where it did: those are part of its text."""
+        return [self._with_native_ids(message) for message in messages] if self._native else messages
+
+    def _with_native_ids(self, message: Message) -> Message:
+        if message.tool_calls:
+            calls = tuple(replace(c, id=self._native.get(bare_id(c.id), c.id)) for c in message.tool_calls)
+            return replace(message, tool_calls=calls)
+        if message.tool_call_id:
+            id = message.tool_call_id
+            return replace(message, tool_call_id=self._native.get(bare_id(id), id))
+        return message
 
 
 def check_seam(parent: Node, tokens: Ids) -> None:
@@ -224,3 +255,10 @@ def check_seam(parent: Node, tokens: Ids) -> None:
         and np.array_equal(tokens[start : parent.prompt_length], parent.suffix)
     ):
         raise FidelityError(f"the buffer behind turn {parent.id} is not what that turn saw and sampled")
+
+
+def check_buffer(node: Node) -> None:
+    """Raise unless the node's buffer, out of which prompts were sent, holds the tokens of its path."""
+    buffer = node.buffer
+    if buffer is not None and not np.array_equal(buffer.view(), node.path_tokens()[: buffer.length]):
+        raise FidelityError(f"turn {node.id} was sampled under another prompt than the graph holds for it")

@@ -21,23 +21,27 @@ def assign(graph: Graph, instruction: str = "") -> dict[Node, TurnRole]:
             trees.setdefault(node.root, []).append(node)
     if not trees:
         return {}
-    main = _main(trees, instruction)
+    # What was rendered anew has no parent, but it went on all the same.
+    went_on = {n.parent or n.origin for n in graph.nodes if n.parent is not None or n.reason is None}
+    seen = {node for nodes in trees.values() for node in nodes if node.delivered or node in went_on}
+    main = _main({root: nodes for root, nodes in trees.items() if not seen.isdisjoint(nodes)} or trees, instruction)
+    compacted = {n.origin.root for n in graph.nodes if n.reason is ForkReason.COMPACTION and n.origin is not None}
     by_root: dict[Node, TurnRole] = {}
     for root in trees:
-        by_root[root] = TurnRole.MAIN if root is main else _role(root, main, by_root)
+        by_root[root] = TurnRole.MAIN if root is main else _role(root, main, by_root, root in compacted)
     return {
-        node: by_root[root] if node.delivered or node.children else TurnRole.DISCARDED
-        for root, nodes in trees.items()
-        for node in nodes
+        node: by_root[root] if node in seen else TurnRole.DISCARDED for root, nodes in trees.items() for node in nodes
     }
 
 
 def _main(trees: dict[Node, list[Node]], instruction: str) -> Node:
     wanted = instruction.strip()
     if wanted:
-        for root in trees:
-            if any(message.role == "user" and wanted in message.text for message in root.new):
-                return root
+        carriers = [r for r in trees if any(m.role == "user" and wanted in m.text for m in r.new)]
+        # A title call quotes the instruction, and a sub-agent may be handed it.
+        carriers.sort(key=lambda root: (bool(root.hints.parent_session), not root.has_tools))
+        if carriers:
+            return carriers[0]
     return max(trees, key=lambda root: (root.has_tools, _sampled(trees[root])))
 
 
@@ -45,7 +49,8 @@ def _sampled(nodes: Sequence[Node]) -> int:
     return sum(len(node.sampled) for node in nodes)
 
 
-def _role(root: Node, main: Node, known: dict[Node, TurnRole]) -> TurnRole:
+def _role(root: Node, main: Node, known: dict[Node, TurnRole], compacted: bool) -> TurnRole:
+    """`compacted` says that a later root is the summary of this one."""
     hints = root.hints
     if (hints.agent and hints.agent != main.hints.agent) or hints.parent_session:
         return TurnRole.SUBAGENT
@@ -53,7 +58,10 @@ def _role(root: Node, main: Node, known: dict[Node, TurnRole]) -> TurnRole:
         return TurnRole.COMPACTION
     shares_history = root.reason is ForkReason.TOOLS_CHANGED and not root.origin_inferred
     if shares_history and root.origin is not None:
-        return TurnRole.COMPACTION if not root.has_tools else known.get(root.origin.root, TurnRole.MAIN)
+        if compacted and not root.has_tools:
+            return TurnRole.COMPACTION
+        if root.has_tools or not main.has_tools:
+            return known.get(root.origin.root, TurnRole.MAIN)
     if main.has_tools and (not root.has_tools or (root.model and root.model != main.model)):
         return TurnRole.SIDE
     return TurnRole.SUBAGENT

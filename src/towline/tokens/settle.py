@@ -1,14 +1,16 @@
 """Tool results in the order of their calls, each with its tool's name.
 
 Harnesses answer parallel calls in any order, and most dialects name the tool on the call only. Fingerprints and templates
-see one order and full names, so that the same conversation is the same conversation.
+see one order and full names, so that the same conversation is the same conversation. A message that changes is replaced
+by another: those that were read stay as they are, and settling them again gives the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from towline.conversation import Message
+from towline.conversation import Message, ToolCall
 
 
 def settled_prefix(messages: list[Message], shared: int) -> int:
@@ -31,10 +33,10 @@ def settle(messages: list[Message], start: int = 0, native: Mapping[str, str] | 
         end = index
         while end < len(messages) and messages[end].role == "tool":
             end += 1
+        run = messages[index:end]
         if index > 0 and messages[index - 1].tool_calls:
-            _settle_run(messages, index, end)
-        if native:
-            _restore_ids(messages, index - 1, end, native)
+            run = _in_call_order(run, messages[index - 1].tool_calls)
+        messages[index:end] = [_with_native_id(message, native) for message in run] if native else run
         index = end
 
 
@@ -43,20 +45,24 @@ def bare_id(id: str) -> str:
     return id if id.isalnum() else "".join(filter(str.isalnum, id))
 
 
-def _settle_run(messages: list[Message], start: int, end: int) -> None:
-    calls = messages[start - 1].tool_calls
-    places = {bare_id(call.id): place for place, call in enumerate(calls)}
-    for message in messages[start:end]:
-        place = places.get(bare_id(message.tool_call_id))
-        if place is not None and not message.name:
-            message.name = calls[place].name
-    if end - start > 1:
-        run = messages[start:end]
-        order = [places.get(bare_id(message.tool_call_id), len(calls)) for message in run]
-        if order != sorted(order):
-            messages[start:end] = [run[i] for i in sorted(range(len(run)), key=order.__getitem__)]
+def _in_call_order(run: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
+    """The results by their calls' places; calls that share an id are answered in order, unknown ids come last."""
+    places: dict[str, list[int]] = {}
+    for place, call in enumerate(calls):
+        places.setdefault(bare_id(call.id), []).append(place)
+    placed: list[tuple[int, Message]] = []
+    for message in run:
+        waiting = places.get(bare_id(message.tool_call_id))
+        if not waiting:
+            placed.append((len(calls), message))
+            continue
+        # The last place stays, for a harness that sends a result twice.
+        place = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        named = message if message.name else replace(message, name=calls[place].name)
+        placed.append((place, named))
+    return [message for _, message in sorted(placed, key=lambda item: item[0])]
 
 
-def _restore_ids(messages: list[Message], assistant: int, end: int, native: Mapping[str, str]) -> None:
-    for message in messages[assistant + 1 : end]:
-        message.tool_call_id = native.get(bare_id(message.tool_call_id), message.tool_call_id)
+def _with_native_id(message: Message, native: Mapping[str, str]) -> Message:
+    id = native.get(bare_id(message.tool_call_id))
+    return message if id is None else replace(message, tool_call_id=id)

@@ -26,8 +26,6 @@ from towline.tokens.jinja import ChatTemplate, TemplateError
 from towline.tokens.parser import FORMATS, Parsed, ParsedCall, detect
 from towline.tokens.tokenizer import Tokenizer
 
-_MARK = "\ue0f5"
-"""A private-use character around special-token text that is to stay plain."""
 _STAND_IN = Tool("lookup", "Looks something up.", {"type": "object", "properties": {"s": {"type": "string"}}})
 _NONE: Ids = np.empty(0, np.int32)
 _OPENED = re.compile(r"<think>\s*$|\[THINK\]\s*$")
@@ -85,6 +83,8 @@ class SentinelCodec:
         self.special_text = special_text
         self.format = FORMATS[format or detect(template.source)]
         self._sentinel = "TOWLINE" + secrets.token_hex(8)
+        self._mark = "\ue0f5" + secrets.token_hex(8)
+        """Stands around special-token text that is to stay plain; like the sentinel, no message can hold it."""
         self._ends = {text: id for id in stop_ids | closers if (text := tokenizer.token_of(id))}
         self._end_pattern = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or r"(?!)")
         self._reasoning_fields = _reasoning_fields(template.source)
@@ -99,7 +99,7 @@ class SentinelCodec:
         """A message as the template wants it."""
         text = message.text
         if self.special_text is SpecialText.PLAIN and message.role in ("user", "tool"):
-            text = self.tokenizer.added_pattern.sub(lambda match: f"{_MARK}{match.group()}{_MARK}", text)
+            text = self.tokenizer.added_pattern.sub(lambda match: f"{self._mark}{match.group()}{self._mark}", text)
         content: Any = [{"type": "text", "text": text}] if self.check.part_content else text
         fields: dict[str, Any] = {"role": message.role, "content": content}
         if message.role == "assistant":
@@ -174,16 +174,16 @@ class SentinelCodec:
         return Encoded(self._encode(text), special_text=self._count_special(messages))
 
     def _encode(self, text: str) -> list[int]:
-        if _MARK not in text:
+        if self._mark not in text:
             return self.tokenizer.encode(text)
         ids: list[int] = []
-        for index, piece in enumerate(text.split(_MARK)):
+        for index, piece in enumerate(text.split(self._mark)):
             ids += self.tokenizer.encode_plain(piece) if index % 2 else self.tokenizer.encode(piece)
         return ids
 
     def _count_special(self, messages: Sequence[Message]) -> int:
         pattern = self.tokenizer.added_pattern
-        return sum(len(pattern.findall(m.text)) for m in messages if m.role in ("user", "tool") and "<" in m.text)
+        return sum(len(pattern.findall(m.text)) for m in messages if m.role in ("user", "tool"))
 
     # The seam
 
@@ -289,18 +289,14 @@ class SentinelCodec:
             tuple(ToolCall(call.id, call.name, {"s": sentinel}) for call in reply.tool_calls),
         )
         try:
-            shown = self.template.render(
-                [self.fields(message) for message in [*before, marked]],
-                frame.functions,
-                generation_prompt=False,
-                arguments=frame.arguments,
-                now=frame.now,
-            )
+            seen = self._render(before, frame)
             later = self._render([*before, marked, *new], frame)
         except TemplateError:
             return True
-        cut = shown.rfind(sentinel)
-        return cut < 0 or not later.startswith(shown[: cut + len(sentinel)])
+        if not later.startswith(seen):
+            return True
+        said = later[len(seen) : later.find(sentinel, len(seen))]
+        return (reply.reasoning or "").strip() not in said
 
     # Replies
 
@@ -310,9 +306,13 @@ class SentinelCodec:
     def write(self, text: str, reasoning: str | None, calls: Sequence[ToolCall], frame: Frame) -> list[int]:
         reply = Message("assistant", text, reasoning, tuple(calls))
         opened = _OPENED.search(self._render([Message("user", "x")], frame)) is not None
-        body = self.format.write(reasoning, text, [ParsedCall(c.name, c.arguments, c.id) for c in calls])
-        if opened and body.startswith(("<think>", "[THINK]")):
-            body = body.split("]" if body.startswith("[") else ">", 1)[1].lstrip("\n")
+        body = self.format.write(
+            reasoning,
+            text,
+            [ParsedCall(call.name, call.arguments, call.id) for call in calls],
+            tools=frame.tools,
+            reasoning_open=opened,
+        )
         follow = Message("tool", "x", tool_call_id=calls[0].id, name=calls[0].name) if calls else Message("user", "x")
         try:
             end = self._seam(reply, follow, frame).end_id

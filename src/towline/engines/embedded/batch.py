@@ -15,26 +15,38 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Span:
-    """Several consecutive tokens of one sequence inside a batch."""
+class Group:
+    """Single tokens of several sequences, side by side in the batch, that attend together."""
 
     start: int
     """Index of the first one in the batch."""
     stop: int
-    context: Indices
-    """The slots of the sequence from its beginning to the last of these tokens."""
+    prefix: Indices
+    """Slots that all of them see first."""
+    contexts: Indices
+    """The slots that each of them sees after those, a row each, padded with 0."""
+    lengths: Indices
+    """How many of each row are real; at least one, the token's own."""
+
+
+@dataclass(slots=True)
+class Span:
+    """Several consecutive tokens of one sequence."""
+
+    start: int
+    """Index of the first one in the batch."""
+    stop: int
+    past: Indices
+    """The slots of the sequence before the first of these tokens."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """The tokens of one step: first those that stand alone, one a sequence, then the spans."""
+    """The tokens of one step: every one is in one group or one span."""
 
     ids: Indices
     positions: Indices
     slots: Indices
     """Where the keys and values of each token are written."""
-    contexts: Indices
-    """A row for each single token: the slots it sees, padded with 0."""
-    lengths: Indices
-    """How many slots of each row are real."""
+    groups: list[Group]
     spans: list[Span]

@@ -75,7 +75,7 @@ class EmbeddedEngine:
         self._first_version = version
         self._prefill_chunk = prefill_chunk
         self._loop: StepLoop | None = None
-        self._updating = asyncio.Lock()
+        self._reading = asyncio.Lock()
         self._closed = False
 
     @property
@@ -101,19 +101,26 @@ class EmbeddedEngine:
         return Stats() if self._loop is None else self._loop.stats()
 
     async def start(self) -> None:
-        if self._closed:
-            raise EngineError("the embedded engine is closed")
-        if self._loop is not None:
-            return
-        weights = await asyncio.to_thread(_read, self._model)
-        cache = RadixCache(self._slots, self._first_version)
-        self._loop = StepLoop(
-            Runner(weights, self._slots, self._context),
-            Scheduler(cache, self._max_batch, self._context, self._prefill_chunk),
-            Sampler(self._max_batch, self._config.vocab_size),
-            self._threads,
-        )
-        self._loop.start()
+        async with self._reading:
+            if self._closed:
+                raise EngineError("the embedded engine is closed")
+            if self._loop is not None:
+                return
+            weights = await asyncio.to_thread(_read, self._model)
+            try:
+                runner = Runner(weights, self._slots, self._context)
+            except RuntimeError as error:
+                raise EngineError(
+                    f"no memory for {self._slots} cached tokens, lower max_cached_tokens: {error}"
+                ) from error
+            cache = RadixCache(self._slots, self._first_version)
+            self._loop = StepLoop(
+                runner,
+                Scheduler(cache, self._max_batch, self._context, self._prefill_chunk),
+                Sampler(self._max_batch, self._config.vocab_size),
+                self._threads,
+            )
+            self._loop.start()
 
     async def sample(self, request: SampleRequest) -> Sample:
         loop = self._running()
@@ -155,16 +162,17 @@ class EmbeddedEngine:
     async def update_weights(self, folder: Path | Decoder, version: int) -> None:
         """Read the new weights while sampling goes on, then swap between two steps. A decoder is copied as it is."""
         loop = self._running()
-        async with self._updating:
+        async with self._reading:
             weights = await asyncio.to_thread(_read, folder)
             if weights.config != self._config:
                 raise EngineError(f"the new weights are of another model: {weights.config} instead of {self._config}")
             await self._call(lambda: loop.swap(weights, version))
 
     async def close(self) -> None:
-        self._closed = True
-        if self._loop is not None:
-            await asyncio.to_thread(self._loop.stop)
+        async with self._reading:
+            self._closed = True
+            if self._loop is not None:
+                await asyncio.to_thread(self._loop.stop)
 
     def _running(self) -> StepLoop:
         if self._closed:

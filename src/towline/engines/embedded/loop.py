@@ -74,12 +74,17 @@ class StepLoop:
         self._ready: list[Callable[[EngineError | None], None]] = []
         self._mail: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
+        self._began = threading.Event()
         self._stopping = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="towline-embedded", daemon=True)
 
     def start(self) -> None:
+        callers = torch.get_num_threads()
         self._thread.start()
+        self._began.wait()
+        # Torch gives the number that was set last to every thread that is started later: put the caller's back.
+        torch.set_num_threads(callers)
 
     def post(self, message: Callable[[], None]) -> None:
         """Have `message` run between two steps."""
@@ -104,7 +109,7 @@ class StepLoop:
         scheduler, totals = self._scheduler, self._totals
         return Stats(
             prefilled_tokens=totals.prefilled_tokens,
-            cached_tokens=totals.cached_tokens,
+            cached_tokens=scheduler.reused,
             decoded_tokens=totals.decoded_tokens,
             steps=totals.steps,
             preempted_turns=scheduler.preempted,
@@ -156,7 +161,9 @@ class StepLoop:
             notify(None)
 
     def _run(self) -> None:
+        torch.get_num_threads()  # Makes torch take its default in this thread now, so that it does not do so later.
         torch.set_num_threads(self._threads)
+        self._began.set()
         with torch.inference_mode():
             try:
                 while not self._stopping:
@@ -281,5 +288,3 @@ class StepLoop:
         if turn in self._scheduler.prefilling:
             end = min(piece.stop, turn.prompt) if turn.forced else piece.stop
             self._totals.prefilled_tokens += max(0, end - piece.start)
-            if piece.start == turn.cached and not turn.logprobs:
-                self._totals.cached_tokens += turn.cached

@@ -2,8 +2,7 @@
 
 The weights are a copy of a decoder's, laid out for few calls a step: queries, keys and values in one matrix, gate and
 up in one matrix, all transposed for row-major products. One step flattens every sequence's tokens into one batch, so
-that the matrix products see them together; only attention looks at sequences. Single tokens attend in one padded call,
-longer spans in one call each.
+that the matrix products see them together; only attention (`attention.py`) looks at sequences.
 
 Invariant: a token's output depends on its own sequence only, and equals `Decoder.forward` up to float32 rounding.
 """
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from towline.engines.embedded.attention import Attention
 from towline.engines.embedded.batch import Batch
 from towline.engines.embedded.config import DecoderConfig
-from towline.engines.embedded.model import Attention, Decoder, Layer, Mlp, rope_angles, rope_frequencies
+from towline.engines.embedded.model import Decoder, Layer, rope_angles, rope_frequencies
 
 
 @dataclass(slots=True)
@@ -78,11 +78,8 @@ class Runner:
         shape = (config.num_hidden_layers, slots + 1, 2 * self._shared, self._size)
         self._pool = torch.empty(shape, dtype=torch.float32)
         self._pool[:, 0] = 0.0
-        self._set_angles(context)
-
-    def _set_angles(self, context: int) -> None:
-        frequencies = rope_frequencies(self.weights.config)
-        cosines, sines = rope_angles(frequencies, torch.arange(context))
+        self._attention = Attention(self._heads, self._shared, self._size)
+        cosines, sines = rope_angles(rope_frequencies(config), torch.arange(context))
         # Rolling a head by half swaps its halves; the sign that a rotation needs is kept in the sines.
         half = self._size // 2
         self._cosines = cosines.unsqueeze(1)
@@ -94,7 +91,7 @@ class Runner:
         positions = torch.from_numpy(batch.positions)
         cosines, sines = self._cosines[positions], self._sines[positions]
         slots = torch.from_numpy(batch.slots)
-        attention = _Attention(batch, heads, shared, size)
+        attention = self._attention.prepare(batch)
         values = self.weights.embedding[torch.from_numpy(batch.ids)]
         count = values.shape[0]
         for layer, pool in zip(self.weights.layers, self._pool.unbind(0), strict=True):
@@ -119,58 +116,6 @@ class Runner:
         return torch.mm(normed, self.weights.head)
 
 
-class _Attention:
-    """Attention of one batch: what does not depend on the layer is prepared once."""
-
-    def __init__(self, batch: Batch, heads: int, shared: int, size: int):
-        self._heads, self._shared, self._size = heads, shared, size
-        self._singles, self._width = batch.contexts.shape
-        self._mask: Tensor | None = None
-        if self._singles:
-            self._contexts = torch.from_numpy(batch.contexts).reshape(-1)
-            lengths = torch.from_numpy(batch.lengths)
-            if int(lengths.min()) < self._width:
-                seen = torch.arange(self._width) < lengths.unsqueeze(1)
-                self._mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)[:, None, None, :]
-        self._spans = [(span.start, span.stop, torch.from_numpy(span.context)) for span in batch.spans]
-        self._masks = [_causal(stop - start, len(context)) for start, stop, context in self._spans]
-
-    def __call__(self, qkv: Tensor, pool: Tensor) -> Tensor:
-        """The attention output of every token, heads side by side."""
-        count, heads, shared, size = qkv.shape[0], self._heads, self._shared, self._size
-        group = heads // shared
-        outputs = torch.empty((count, shared, group, size))
-        queries = qkv[:, :heads].view(count, shared, group, size)
-        if self._singles:
-            seen = pool.index_select(0, self._contexts).view(self._singles, self._width, 2 * shared, size)
-            keys, contents = seen.transpose(1, 2).chunk(2, dim=1)
-            # The query heads that share a key head stand where several queries of one head would.
-            outputs[: self._singles] = functional.scaled_dot_product_attention(
-                queries[: self._singles], keys, contents, attn_mask=self._mask
-            )
-        for (start, stop, context), mask in zip(self._spans, self._masks, strict=True):
-            fresh = len(context) == stop - start
-            seen = qkv[start:stop, heads:] if fresh else pool.index_select(0, context)
-            shape = (shared, group, len(context), size)
-            keys, contents = seen.transpose(0, 1).chunk(2, dim=0)
-            found = functional.scaled_dot_product_attention(
-                queries[start:stop].permute(1, 2, 0, 3),
-                keys.unsqueeze(1).expand(shape),
-                contents.unsqueeze(1).expand(shape),
-                attn_mask=mask,
-                is_causal=fresh,
-            )
-            outputs[start:stop] = found.permute(2, 0, 1, 3)
-        return outputs.view(count, heads * size)
-
-
-def _causal(queries: int, keys: int) -> Tensor | None:
-    """The last `queries` of `keys` positions look back; a span that starts its sequence needs no mask of its own."""
-    if queries == keys:
-        return None
-    return torch.full((queries, keys), -torch.inf).triu_(keys - queries + 1)
-
-
 def _product(values: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return torch.mm(values, matrix) if bias is None else torch.addmm(bias, values, matrix)
 
@@ -185,8 +130,7 @@ def _joined(*biases: Tensor | None) -> Tensor | None:
 
 
 def _layer(layer: Layer, config: DecoderConfig) -> LayerWeights:
-    attention: Attention = layer.self_attn
-    mlp: Mlp = layer.mlp
+    attention, mlp = layer.self_attn, layer.mlp
     qk_norm = None
     if config.qk_norm:
         queries = attention.q_norm.weight.detach().float().expand(config.num_attention_heads, -1)

@@ -18,12 +18,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from towline.engines.embedded.batch import Batch, Indices, Span
+from towline.engines.embedded.batch import Batch, Group, Indices, Span
 from towline.engines.embedded.cache import RadixCache, common_prefix
+from towline.engines.embedded.grouping import Cluster, arrange
 from towline.engines.embedded.turn import Turn
 
 HEADROOM = 8
 """Slots kept for each running turn when another is admitted, so that turns do not push each other out at once."""
+
+REARRANGE = 512
+"""After so many more tokens, what is the best way to attend together may be another."""
 
 
 @dataclass(slots=True)
@@ -60,11 +64,15 @@ class Scheduler:
     prefilling: list[Turn] = field(default_factory=list)
     decoding: list[Turn] = field(default_factory=list)
     arrivals: int = 0
+    reused: int = 0
+    """Prompt tokens that were found in the cache."""
     preempted: int = 0
     """How often a turn had to give up its slots."""
     table: Indices = field(init=False)
     """A row for each running turn: the slots of its tokens, 0 where there is none."""
     _rows: list[int] = field(init=False)
+    _arranged_for: tuple[list[int], int] = ([], 0)
+    _arranged: list[Cluster] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.table = np.zeros((self.max_batch, self.context), dtype=np.int64)
@@ -140,6 +148,7 @@ class Scheduler:
             turn.version = self.cache.version
             if turn.cached is None:
                 turn.cached = lease.length
+                self.reused += lease.length
 
     def _follows(self, turn: Turn) -> bool:
         """Whether the turn's leader is still computing what they share."""
@@ -183,23 +192,50 @@ class Scheduler:
         return pieces
 
     def _batch(self, pieces: list[Piece]) -> Batch:
-        pieces.sort(key=len)
+        """Lay the pieces out: single tokens first, those that attend together side by side."""
+        singles = [piece for piece in pieces if len(piece) == 1]
+        clusters = self._arrange(singles) if singles else []
+        pieces[:] = [singles[member] for cluster in clusters for member in cluster.members] + [
+            piece for piece in pieces if len(piece) > 1
+        ]
         offset = 0
         for piece in pieces:
             piece.offset = offset
             offset += len(piece)
-        singles = [piece for piece in pieces if len(piece) == 1]
-        width = max((piece.stop for piece in singles), default=0)
+        groups, start = [], 0
+        for cluster in clusters:
+            stop = start + len(cluster.members)
+            groups.append(self._group(pieces[start:stop], start, cluster.shared))
+            start = stop
+        table = self.table
         return Batch(
             ids=np.concatenate([piece.turn.tokens[piece.start : piece.stop] for piece in pieces]).astype(np.int64),
             positions=np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces]),
-            slots=np.concatenate([self.table[piece.turn.row, piece.start : piece.stop] for piece in pieces]),
-            contexts=self.table[[piece.turn.row for piece in singles], :width],
-            lengths=np.array([piece.stop for piece in singles], dtype=np.int64),
+            slots=np.concatenate([table[piece.turn.row, piece.start : piece.stop] for piece in pieces]),
+            groups=groups,
             spans=[
-                Span(piece.offset, piece.offset + len(piece), self.table[piece.turn.row, : piece.stop])
-                for piece in pieces[len(singles) :]
+                Span(piece.offset, piece.offset + len(piece), table[piece.turn.row, : piece.start])
+                for piece in pieces[start:]
             ],
+        )
+
+    def _arrange(self, singles: list[Piece]) -> list[Cluster]:
+        """Clusters of single tokens. They hold while the same turns go on: slots that turns share do not change."""
+        lengths = [piece.stop for piece in singles]
+        case = ([piece.turn.order for piece in singles], max(lengths) // REARRANGE)
+        if case != self._arranged_for:
+            rows = [piece.turn.row for piece in singles]
+            self._arranged_for, self._arranged = case, arrange(self.table, rows, lengths)
+        return self._arranged
+
+    def _group(self, pieces: list[Piece], start: int, shared: int) -> Group:
+        rows, lengths = [piece.turn.row for piece in pieces], [piece.stop - shared for piece in pieces]
+        return Group(
+            start=start,
+            stop=start + len(pieces),
+            prefix=self.table[rows[0], :shared],
+            contexts=self.table[rows, shared : shared + max(lengths)],
+            lengths=np.array(lengths, dtype=np.int64),
         )
 
     def _share(self, turn: Turn) -> None:
