@@ -206,7 +206,7 @@ async def test_weights_are_swapped_in_flight_and_every_token_says_which_it_came_
                 left -= len(samples[-1].ids)
             return ids, samples
 
-        turns = [asyncio.create_task(turn(index)) for index in range(12)]
+        turns = [asyncio.create_task(turn(index)) for index in range(8)]
         await until(lambda: served.stats.decoded_tokens > 800)
         await served.update_weights(tmp_path / "1", 1)
         assert served.version == 1
@@ -228,9 +228,11 @@ async def test_weights_are_swapped_in_flight_and_every_token_says_which_it_came_
             crossed += len(set(versions.tolist())) > 1
             assert [sample.finish for sample in samples[:-1]] == [Finish.ABORT] * (len(samples) - 1)
             assert samples[-1].finish is Finish.LENGTH
-            expected = np.stack([recomputed(model, ids, whole) for model in models])
-            np.testing.assert_allclose(logprobs, expected[versions, np.arange(len(whole))], atol=1e-4)
-        assert crossed >= 6
+            for version in set(versions.tolist()):
+                mine = versions == version
+                expected = recomputed(models[version], ids, whole)
+                np.testing.assert_allclose(logprobs[mine], expected[mine], atol=1e-4)
+        assert crossed >= 4
         fresh = prompt((1, 30), (60, 5))
         for cached in (30, 34):  # the new weights have a cache of their own
             sample = await served.sample(SampleRequest(fresh, 5))

@@ -250,6 +250,16 @@ def test_folders_in_other_forms(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_save_replaces_the_file_as_a_whole(tmp_path: Path) -> None:
+    """Whoever has the old file still reads the old weights."""
+    first, second = lively(VARIANTS[0]), lively(VARIANTS[0], seed=9)
+    save(first, tmp_path / "model")
+    (tmp_path / "old.safetensors").hardlink_to(tmp_path / "model" / "model.safetensors")
+    save(second, tmp_path / "model")
+    assert torch.equal(load(tmp_path / "model").head, second.head)
+    assert torch.equal(load_file(tmp_path / "old.safetensors")["model.embed_tokens.weight"], first.head)
+
+
 def test_a_failed_save_leaves_the_old_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = lively(VARIANTS[0])
     save(decoder, tmp_path)

@@ -1,9 +1,10 @@
 """Families with a renderer of their own in the `renderers` package.
 
-A family is recognised by what it renders, not by a model's name: its renderer must give the same ids as the folder's own
-template on a set of probe conversations. Its bridge then continues a turn without rendering any history, and its parser
-reads the replies. Whatever the bridge refuses (an assistant message nobody sampled, a prefill, unknown template
-arguments) goes through the sentinel.
+A family is recognised by what it does, not by a model's name: on a set of probe conversations its renderer must give the
+same text as the folder's own template, and its bridge the very ids of the sentinel. The bridge then continues a turn
+without rendering any history, and its parser reads the replies. Whatever the bridge refuses (an assistant message nobody
+sampled, a prefill, unknown template arguments) goes through the sentinel; how a turn must have ended is the same for
+both.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from towline.arrays import Ids
 from towline.conversation import Message, Tool, ToolCall
 from towline.errors import ConfigError
-from towline.tokens.codec import Encoded, Frame, SpecialText
+from towline.tokens.codec import Encoded, Frame, SpecialText, Unbridgeable
 from towline.tokens.jinja import TemplateError
-from towline.tokens.parser import Parsed, ParsedCall
+from towline.tokens.parser import Parsed, ParsedCall, Unwritable
 from towline.tokens.template import SentinelCodec
 
 _NOT_TRIED = {"default", "qwen3-vl", "gpt-oss"}
 """The generic one, the multimodal ones, and one that downloads a vocabulary of its own: the sentinel serves them."""
 _STATUS_OK = "ok"
+_REFUSALS = (ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError, NotImplementedError)
+"""How renderers say that messages, arguments or a tokenizer are not theirs."""
 
 
 class FamilyCodec(SentinelCodec):
@@ -55,17 +60,14 @@ class FamilyCodec(SentinelCodec):
         prefill: bool = False,
     ) -> Encoded:
         renderer = self._renderer(frame.arguments)
-        ended = len(sampled) > 0 and int(sampled[-1]) in self.stop_ids
-        if renderer is None or prefill or not ended or self.special_text is SpecialText.PLAIN:
-            return super().extend(before, reply, tail, sampled, new, frame, prefill=prefill)
-        previous, completion = [int(id) for id in tail], [int(id) for id in sampled]
-        bridged = renderer.bridge_to_next_turn(
-            previous, completion, [self.fields(message) for message in new], tools=frame.functions
-        )
-        kept = len(previous) + len(completion)
-        if bridged is None or bridged.token_ids[:kept] != previous + completion:
-            return super().extend(before, reply, tail, sampled, new, frame, prefill=prefill)
-        return Encoded(list(bridged.token_ids[kept:]), special_text=self._count_special(new))
+        sentinel = super().extend
+        if renderer is None or prefill or not self._ended(sampled) or self.special_text is SpecialText.PLAIN:
+            return sentinel(before, reply, tail, sampled, new, frame, prefill=prefill)
+        self._check_end(self._seam(reply, new[0], frame), sampled)
+        ids = _bridged(renderer, tail, sampled, [self.fields(message) for message in new], frame)
+        if ids is None:
+            return sentinel(before, reply, tail, sampled, new, frame, prefill=prefill)
+        return Encoded(ids, special_text=self._count_special(new))
 
     def parse(self, text: str, prompt_tail: str, tools: Sequence[Tool]) -> Parsed:
         """Through the family's parser, unless Towline reads the same format itself."""
@@ -97,24 +99,39 @@ def _create(tokenizer: Any, family: str, arguments: Mapping[str, Any]) -> Any:
             config = config.model_copy(update={"thinking_retention": "all"})
         config = renderers.merge_chat_template_kwargs(config, dict(arguments))
         return renderers.create_renderer(tokenizer, config)
-    except (AssertionError, ValueError, TypeError, KeyError, AttributeError, ImportError):
+    except (*_REFUSALS, ImportError):
         return None
 
 
 def recognise(codec: SentinelCodec) -> str | None:
-    """The family whose renderer gives this template's very ids on every probe that the template accepts."""
+    """The family whose renderer does what this template does on every probe that the template accepts."""
     base = importlib.import_module("renderers.base")
     base._populate_registry()
-    expected = [(messages, frame, ids) for messages, frame in _probes() if (ids := _rendered(codec, messages, frame))]
-    if not expected:
+    shown = [(m, frame, ids) for m, frame in _probes() if (ids := _rendered(codec, m, frame)) is not None]
+    continued = [probe for before, reply, new, frame in _turns() if (probe := _turn(codec, before, reply, new, frame))]
+    if not shown or not continued:
         return None
     for family in base.RENDERER_REGISTRY:
         if family in _NOT_TRIED:
             continue
         renderer = _create(codec.tokenizer, family, {})
-        if renderer is not None and all(_same(codec, renderer, *probe) for probe in expected):
+        if (
+            renderer is not None
+            and all(_shows(codec, renderer, *probe) for probe in shown)
+            and all(_continues(codec, renderer, *probe) for probe in continued)
+        ):
             return str(family)
     return None
+
+
+def _bridged(renderer: Any, tail: Ids, sampled: Ids, new: list[dict[str, Any]], frame: Frame) -> list[int] | None:
+    """What the family's bridge puts behind a turn; `None` if it refuses, or would change the turn itself."""
+    previous, completion = [int(id) for id in tail], [int(id) for id in sampled]
+    bridged = renderer.bridge_to_next_turn(previous, completion, new, tools=frame.functions)
+    kept = len(previous) + len(completion)
+    if bridged is None or bridged.token_ids[:kept] != previous + completion:
+        return None
+    return list(bridged.token_ids[kept:])
 
 
 def _rendered(codec: SentinelCodec, messages: Sequence[Message], frame: Frame) -> list[int] | None:
@@ -124,11 +141,37 @@ def _rendered(codec: SentinelCodec, messages: Sequence[Message], frame: Frame) -
         return None
 
 
-def _same(codec: SentinelCodec, renderer: Any, messages: Sequence[Message], frame: Frame, ids: list[int]) -> bool:
+def _shows(codec: SentinelCodec, renderer: Any, messages: Sequence[Message], frame: Frame, ids: list[int]) -> bool:
+    """Whether the renderer gives the template's text; where it splits a reply's text into tokens does not matter."""
     fields = [codec.fields(message) for message in messages]
     try:
-        return bool(renderer.render_ids(fields, tools=frame.functions, add_generation_prompt=True) == ids)
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError, NotImplementedError):
+        shown = renderer.render_ids(fields, tools=frame.functions, add_generation_prompt=True)
+    except _REFUSALS:
+        return False
+    return codec.tokenizer.decode(shown) == codec.tokenizer.decode(ids)
+
+
+def _turn(
+    codec: SentinelCodec, before: Sequence[Message], reply: Message, new: Sequence[Message], frame: Frame
+) -> tuple[Ids, Ids, Sequence[Message], Frame, list[int]] | None:
+    """A turn with its prompt, what was sampled, and what the sentinel puts behind it."""
+    prompt = _rendered(codec, before, frame)
+    if prompt is None:
+        return None
+    try:
+        sampled = np.asarray(codec.write(reply.text, reply.reasoning, reply.tool_calls, frame), np.int32)
+        after = codec.extend(before, reply, np.asarray(prompt, np.int32), sampled, new, frame)
+    except (Unbridgeable, Unwritable, TemplateError):
+        return None
+    return np.asarray(prompt, np.int32), sampled, new, frame, after.ids
+
+
+def _continues(
+    codec: SentinelCodec, renderer: Any, prompt: Ids, sampled: Ids, new: Sequence[Message], frame: Frame, ids: list[int]
+) -> bool:
+    try:
+        return _bridged(renderer, prompt, sampled, [codec.fields(message) for message in new], frame) == ids
+    except _REFUSALS:
         return False
 
 
@@ -146,4 +189,19 @@ def _probes() -> list[tuple[list[Message], Frame]]:
         ([system, user, Message("assistant", "Looking.", None, calls[:1]), results[0]], tools),
         ([system, user, Message("assistant", "", None, calls), *results], tools),
         ([user, Message("assistant", "", "I think so.", calls[:1]), results[0]], tools),
+    ]
+
+
+def _turns() -> list[tuple[list[Message], Message, list[Message], Frame]]:
+    """Turns to continue: before a user message, one result, two results, and both."""
+    tool = Tool("lookup", "Looks up.", {"type": "object", "properties": {"s": {"type": "string"}}})
+    frame, before = Frame((tool,)), [Message("system", "Be brief."), Message("user", "What is this?")]
+    calls = tuple(ToolCall(f"functions.lookup:{i}", "lookup", {"s": f"v{i}"}) for i in (0, 1))
+    results = [Message("tool", f" result {i}\n", tool_call_id=c.id, name="lookup") for i, c in enumerate(calls)]
+    user = Message("user", "And\n\nthat? ")
+    return [
+        (before, Message("assistant", "An answer.", "A thought."), [user], frame),
+        (before, Message("assistant", "", "A thought.", calls[:1]), results[:1], frame),
+        (before, Message("assistant", "", "A thought.", calls), results, frame),
+        (before, Message("assistant", "", "A thought.", calls), [*results, user], frame),
     ]

@@ -42,6 +42,8 @@ class TemplateCheck:
     short_call_ids: bool = False
     tool_calls: bool = False
     """Tool calls are rendered at all."""
+    one_thought: bool = False
+    """Refuses words, calls and reasoning in one message (gpt-oss): the reasoning is then left out."""
     continues: dict[str, bool] = field(default_factory=dict)
     """Whether the sentinel survives before a `tool`, `parallel` tool and `user` message."""
     needs_history: bool = False
@@ -50,10 +52,25 @@ class TemplateCheck:
     problems: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Where the sentinel stands in an assistant message."""
+
+    speaks: bool
+    """In its content."""
+    calls: int | None
+    """In the arguments of so many calls; `None` is all that there are."""
+
+
+_SHAPES = (_Shape(False, None), _Shape(True, None), _Shape(False, 1), _Shape(True, 0))
+"""In order of trying: a template may drop one kind of content, refuse several calls, or show content behind results."""
+
+
 @dataclass(slots=True)
 class _Seam:
-    """How a template goes on after an assistant message of one shape."""
+    """How a template goes on after an assistant message of one kind."""
 
+    shape: _Shape
     closing: str
     """What the template itself writes between the sentinel and `E`."""
     end: str
@@ -83,6 +100,7 @@ class SentinelCodec:
         self.special_text = special_text
         self.format = FORMATS[format or detect(template.source)]
         self._sentinel = "TOWLINE" + secrets.token_hex(8)
+        self._probe = "TOWLINE" + secrets.token_hex(8)
         self._mark = "\ue0f5" + secrets.token_hex(8)
         """Stands around special-token text that is to stay plain; like the sentinel, no message can hold it."""
         self._ends = {text: id for id in stop_ids | closers if (text := tokenizer.token_of(id))}
@@ -103,7 +121,7 @@ class SentinelCodec:
         content: Any = [{"type": "text", "text": text}] if self.check.part_content else text
         fields: dict[str, Any] = {"role": message.role, "content": content}
         if message.role == "assistant":
-            if message.reasoning:
+            if message.reasoning and not (self.check.one_thought and message.text and message.tool_calls):
                 for name in self._reasoning_fields:
                     fields[name] = message.reasoning
             if message.tool_calls:
@@ -132,16 +150,10 @@ class SentinelCodec:
             return id
         return ("".join(filter(str.isalnum, id)) + "0" * 9)[-9:]
 
-    def _stand_ins(self, reply: Message) -> list[Message]:
-        """Assistant messages of the same shape as `reply`, with the sentinel where its own words were.
-
-        In order of likeness: a template may drop one kind of content, or refuse several calls at once.
-        """
-        sentinel = self._sentinel
-        calls = tuple(ToolCall(call.id, call.name, {"s": sentinel}) for call in reply.tool_calls)
-        text = sentinel if not calls or reply.text.strip() else ""
-        shapes = dict.fromkeys([(text, len(calls)), (sentinel, len(calls)), (text, min(1, len(calls))), (sentinel, 0)])
-        return [Message("assistant", shown, None, calls[:count]) for shown, count in shapes]
+    def _stand_in(self, reply: Message, shape: _Shape) -> Message:
+        """An assistant message like `reply`, with the sentinel where its own words were."""
+        calls = tuple(ToolCall(call.id, call.name, {"s": self._sentinel}) for call in reply.tool_calls)
+        return Message("assistant", self._sentinel if shape.speaks else "", None, calls[: shape.calls])
 
     # Rendering
 
@@ -188,21 +200,21 @@ class SentinelCodec:
     # The seam
 
     def _after(
-        self, before: Sequence[Message], reply: Message, new: Sequence[Message], frame: Frame, prefill: bool = False
+        self,
+        before: Sequence[Message],
+        reply: Message,
+        shape: _Shape,
+        new: Sequence[Message],
+        frame: Frame,
+        prefill: bool = False,
     ) -> str:
         """The text behind the last sentinel."""
-        refusal: TemplateError | None = None
-        for stand_in in self._stand_ins(reply):
-            try:
-                text = self._render([*before, stand_in, *new], frame, prefill=prefill, reduced=True)
-            except TemplateError as error:
-                refusal = refusal or error
-                continue
-            at = text.rfind(self._sentinel)
-            if at >= 0:
-                return text[at + len(self._sentinel) :]
-        reason = str(refusal) if refusal else "the template does not show the assistant's message"
-        raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, reason)
+        messages = [*before, self._stand_in(reply, shape), *new]
+        text = self._render(messages, frame, prefill=prefill, reduced=True)
+        at = text.rfind(self._sentinel)
+        if at < 0 or self._probe in text[:at]:
+            raise TemplateError("the template does not show the assistant's message before what follows it")
+        return text[at + len(self._sentinel) :]
 
     def _lead(self, before: Sequence[Message]) -> list[Message]:
         """As much of the history as the text after a turn depends on."""
@@ -212,31 +224,34 @@ class SentinelCodec:
         return [*lead, Message("user", "x")]
 
     def _seam(self, reply: Message, first: Message, frame: Frame) -> _Seam:
-        """How the template closes a message of this shape, learned once with harmless content."""
-        shape = (bool(reply.text.strip()), len(reply.tool_calls) > 0, first.role, bool(frame.tools))
-        key = (*shape, repr(sorted(frame.arguments.items())))
-        seam = self._seams.get(key)
-        if seam is None:
-            following = Message(first.role, "x", tool_call_id=first.tool_call_id, name=first.name)
-            if first.role == "assistant":
-                following.text = "x"
-            after = self._after([Message("user", "x")], reply, [following], frame)
-            found = self._end_pattern.search(after)
-            if found is None:
-                raise Unbridgeable(
-                    ForkReason.TEMPLATE_REWRITE, "no end-of-turn token follows the assistant's message in the template"
-                )
-            end = found.group()
-            seam = _Seam(after[: found.start()], end, self._ends[end], self._closes(reply, end, frame))
-            self._seams[key] = seam
-        return seam
+        """How the template closes a message of this kind, learned once with harmless content."""
+        kind = (bool(reply.text.strip()), min(len(reply.tool_calls), 2), first.role, bool(frame.tools))
+        key = (*kind, repr(sorted(frame.arguments.items())))
+        if key not in self._seams:
+            self._seams[key] = self._learn(reply, first, frame)
+        return self._seams[key]
 
-    def _closes(self, reply: Message, end: str, frame: Frame) -> bool:
-        """Whether `end` belongs to the assistant's message: it is there even when nothing follows."""
-        messages = [Message("user", "x"), self._stand_ins(reply)[-1 if not reply.tool_calls else 0]]
+    def _learn(self, reply: Message, first: Message, frame: Frame) -> _Seam:
+        following = Message(first.role, self._probe, tool_call_id=first.tool_call_id, name=first.name)
+        refusal: TemplateError | None = None
+        for shape in _SHAPES if reply.tool_calls else _SHAPES[-1:]:
+            try:
+                after = self._after([Message("user", "x")], reply, shape, [following], frame)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            found = self._end_pattern.search(after)
+            if found is not None:
+                end = found.group()
+                return _Seam(shape, after[: found.start()], end, self._ends[end], self._closes(reply, shape, frame))
+        reason = str(refusal or "no end-of-turn token follows the assistant's message in the template")
+        raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, reason)
+
+    def _closes(self, reply: Message, shape: _Shape, frame: Frame) -> bool:
+        """Whether the end belongs to the assistant's message: there is one even when nothing follows."""
         try:
             text = self.template.render(
-                [self.fields(message) for message in messages],
+                [self.fields(message) for message in (Message("user", "x"), self._stand_in(reply, shape))],
                 frame.functions,
                 generation_prompt=False,
                 arguments=frame.arguments,
@@ -244,8 +259,7 @@ class SentinelCodec:
             )
         except TemplateError:
             return False
-        found = self._end_pattern.search(text, text.rfind(self._sentinel))
-        return found is not None
+        return self._end_pattern.search(text, text.rfind(self._sentinel)) is not None
 
     def extend(
         self,
@@ -260,7 +274,7 @@ class SentinelCodec:
     ) -> Encoded:
         try:
             seam = self._seam(reply, new[0], frame)
-            after = self._after(self._lead(before), reply, new, frame, prefill)
+            after = self._after(self._lead(before), reply, seam.shape, new, frame, prefill)
         except TemplateError as error:
             raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, str(error)) from error
         expected = seam.closing + seam.end
@@ -270,15 +284,22 @@ class SentinelCodec:
         if not ids or ids[0] != seam.end_id:
             raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, f"{seam.end!r} does not encode to a token of its own")
         special = self._count_special(new)
-        last = int(sampled[-1]) if len(sampled) else None
-        if last not in self.stop_ids:
+        if not self._ended(sampled):
             return Encoded(ids, forced=1, special_text=special)
+        self._check_end(seam, sampled)
+        return Encoded(ids[1:], special_text=special)
+
+    def _ended(self, sampled: Ids) -> bool:
+        return len(sampled) > 0 and int(sampled[-1]) in self.stop_ids
+
+    def _check_end(self, seam: _Seam, sampled: Ids) -> None:
+        """Raise if the turn ended on one id and the next message opens with another."""
+        last = int(sampled[-1])
         if last != seam.end_id and not seam.closes:
             raise Unbridgeable(
                 ForkReason.STOP_MISMATCH,
                 f"the turn ended on id {last}, the next message opens with {seam.end!r}",
             )
-        return Encoded(ids[1:], special_text=special)
 
     def rewrites(self, before: Sequence[Message], reply: Message, new: Sequence[Message], frame: Frame) -> bool:
         sentinel = self._sentinel
@@ -378,6 +399,8 @@ class SentinelCodec:
                 text = self._try(messages, frame)
                 if "PROBEargument" in text and '\\"s\\"' not in text:
                     check.tool_calls = True
+                    messages[1] = Message("assistant", "words", "a thought", (call,))
+                    check.one_thought = not self._try(messages, frame)
                     return
         check.string_arguments = check.short_call_ids = False
         check.problems.append("the template does not render tool calls")
@@ -394,27 +417,39 @@ class SentinelCodec:
     def _varies(self, probe: tuple[Message, list[Message]], what: str) -> bool:
         """Whether the text after a turn changes with the system prompt, the tools or the middle of the history."""
         reply, new = probe
-        question = Message("user", "q")
-        middle = [Message("assistant", "an earlier answer"), Message("user", "another question")]
-        variants: list[tuple[list[Message], Frame]]
-        tool = Frame((_STAND_IN,))
+        question, frame = Message("user", "q"), Frame((_STAND_IN,))
         if what == "system":
-            variants = [([Message("system", text), question], tool) for text in ("one", "two")]
+            variants = [([Message("system", text), question], frame) for text in ("one", "two")]
+            variants.append(([question], frame))
         elif what == "tools":
             other = Tool("search", "Searches.", {"type": "object", "properties": {"q": {"type": "string"}}})
-            variants = [([question], tool), ([question], Frame((_STAND_IN, other)))]
+            variants = [([question], frame), ([question], Frame((_STAND_IN, other)))]
         else:
-            variants = [([question], tool), ([question, *middle], tool), ([question, *middle, *middle], tool)]
-        before, self.check.needs_tools = self.check.needs_tools, True
+            variants = [([question, *middle], frame) for middle in self._middles()]
+        self.check.needs_tools, before = True, self.check.needs_tools
         try:
-            afters = {self._after(history, reply, new, frame) for history, frame in variants}
-        except (TemplateError, Unbridgeable):
-            # A template may refuse this variant (no system role, strict alternation): then it cannot vary by it here,
-            # but the history is not to be shortened on that evidence.
-            return what == "history"
+            shape = self._seam(reply, new[0], frame).shape
+            afters = set()
+            for history, under in variants:
+                try:
+                    afters.add(self._after(history, reply, shape, new, under))
+                except TemplateError:
+                    # A template may refuse this variant (no system role, strict alternation): it cannot vary by it.
+                    continue
         finally:
             self.check.needs_tools = before
         return len(afters) > 1
+
+    def _middles(self) -> list[list[Message]]:
+        """What may stand between the first question and the turn: nothing, answers, calls, thoughts."""
+        call = ToolCall("zyxwvuts1", "lookup", {"s": "w"})
+        asked = [Message("assistant", "an earlier answer"), Message("user", "another question")]
+        called = [
+            Message("assistant", "", "a thought", (call,)),
+            Message("tool", "an earlier result", tool_call_id=call.id, name=call.name),
+        ]
+        said = [Message("assistant", "words with a call", None, (call,)), called[1], *asked]
+        return [[], asked, asked * 2, called, called * 2, [*called, *asked], said]
 
 
 def _reasoning_fields(source: str) -> list[str]:

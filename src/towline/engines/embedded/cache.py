@@ -193,7 +193,7 @@ class RadixCache:
         """Count a lease on `node` and its ancestors below `above`."""
         cursor: Node | None = node
         while cursor is not None and cursor is not above:
-            if cursor.leases == 0 and not cursor.detached:
+            if cursor.leases == 0:
                 self.evictable -= len(cursor.ids)
             cursor.leases += 1
             cursor = cursor.parent

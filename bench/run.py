@@ -1,0 +1,60 @@
+"""Run the benchmarks and print what they found: `python bench/run.py [NAME …] [--json]`.
+
+With `--json` one object goes to standard output, a result for each benchmark by its name; progress goes to standard error.
+The exit status is 1 if a stated bound does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from towline.benchmarks import continuing, load
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    run: Callable[..., dict[str, Any]]
+    """Takes `target`, a tokenizer's name, and `progress`."""
+    render: Callable[[Mapping[str, Any], Console], None]
+
+
+BENCHMARKS = {
+    "continue": Benchmark(continuing.run, continuing.render),
+    "load": Benchmark(load.run, load.render),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python bench/run.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(BENCHMARKS)}")
+    parser.add_argument("--target", default="qwen3", help="the tokenizer and template to measure with (default: qwen3)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    options = parser.parse_args(arguments)
+    unknown = set(options.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"unknown benchmark {sorted(unknown)[0]!r}")
+    results = {}
+    errors = Console(stderr=True)
+    for name in options.names or BENCHMARKS:
+        benchmark = BENCHMARKS[name]
+        with errors.status(name) as status:
+            results[name] = benchmark.run(
+                target=options.target, progress=lambda step, name=name: status.update(f"{name}: {step}")
+            )
+        if not options.json:
+            benchmark.render(results[name], Console())
+    if options.json:
+        print(json.dumps(results, indent=2))
+    bounds = [holds for result in results.values() for holds in result.get("within", {}).values()]
+    return 0 if all(bounds) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The list of behaviours."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from towline.audit.play import Expected, Play
+
+Act = Callable[[Play], Awaitable[Expected]]
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """One thing that harnesses do."""
+
+    name: str
+    act: Act
+    about: str
+    needs: frozenset[str] = frozenset()
+    """Abilities that a target must have."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the session."""
+    free: bool = False
+    """Some of its replies may be sampled by the model itself."""
+    split: float | None = None
+    """The share of tokens to split, where it matters."""
+    updates: bool = False
+    """Changes the engine's weights, under everybody's feet."""
+
+
+_ALL: dict[str, Behaviour] = {}
+
+
+def behaviour(
+    *needs: str,
+    settings: Mapping[str, Any] | None = None,
+    free: bool = False,
+    split: float | None = None,
+    updates: bool = False,
+) -> Callable[[Act], Act]:
+    """Put a function on the list, under its own name."""
+
+    def register(act: Act) -> Act:
+        name, about = act.__name__, (act.__doc__ or "").strip()  # type: ignore[attr-defined]
+        _ALL[name] = Behaviour(name, act, about, frozenset(needs), settings or {}, free, split, updates)
+        return act
+
+    return register
+
+
+def behaviours() -> dict[str, Behaviour]:
+    """All of them by name, in the order of the table in the specification."""
+    return dict(_ALL)

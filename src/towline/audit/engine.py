@@ -1,0 +1,136 @@
+"""The engine under an audited gateway: a script chooses the ids, the embedded engine's model scores them.
+
+A request finds its line by the ticket that the harness sent as `seed`. Everything that reaches the model is logged as it
+is, prompt and sampled ids of every single call: the log is the evidence that rows are compared with, and it knows
+nothing of graphs, turns that continue each other, or builders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from towline.audit import models
+from towline.audit.script import Line, write
+from towline.engines.base import EngineInfo, Floats, Ids, PauseMode, Sample, SampleRequest
+from towline.engines.embedded import EmbeddedEngine
+from towline.errors import EngineError
+from towline.tokens.template import SentinelCodec
+
+_TAIL = 64
+"""Prompt ids that tell whether the prompt has opened the reasoning."""
+_MOST_SAMPLES = 256
+"""More than one request asks for."""
+
+
+@dataclass(slots=True)
+class Call:
+    """What the model was given and what it gave, in one call of the engine."""
+
+    session: str
+    turn: int
+    prompt: Ids
+    sampled: Ids
+    logprobs: Floats
+    versions: Ids
+
+
+class Weights:
+    """The weights that an engine runs on, and their updates."""
+
+    def __init__(self, engine: EmbeddedEngine, folder: Path):
+        self.engine = engine
+        self.folder = folder
+
+    async def update(self, *, pause: bool = False) -> None:
+        """Go to the next version; with `pause`, turns in flight are aborted first and go on afterwards."""
+        version = self.engine.version + 1
+        models.note_versions(self.folder, version)
+        if pause:
+            await self.engine.pause(PauseMode.ABORT)
+        await self.engine.update_weights(models.weights(self.folder, version), version)
+        if pause:
+            await self.engine.resume()
+
+
+class ScoringEngine:
+    """One target's view of the engine that its vocabulary shares."""
+
+    def __init__(self, weights: Weights, codec: SentinelCodec):
+        self.weights = weights
+        self.codec = codec
+        self.calls: list[Call] = []
+        self._inner = weights.engine
+        self._lines: dict[int, Line] = {}
+        self._tickets = count(1)
+        self._begun: dict[str, tuple[int, Ids | None]] = {}
+        """By turn: the length of its prompt and the ids chosen for it, `None` if the model chooses."""
+
+    def ticket(self, lines: Sequence[Line]) -> int:
+        """A number to send as `seed`: the samples of the request say these lines, in order.
+
+        Samples of one request have seeds that count from the one that was sent.
+        """
+        ticket = next(self._tickets) * _MOST_SAMPLES
+        self._lines.update({ticket + place: line for place, line in enumerate(lines)})
+        return ticket
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._inner.info
+
+    @property
+    def version(self) -> int:
+        return self._inner.version
+
+    async def start(self) -> None:
+        await self._inner.start()
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        if request.id in self._begun:
+            length, chosen = self._begun[request.id]
+        else:
+            chosen = await self._choose(request)
+            length = len(request.prompt)
+            self._begun[request.id] = length, chosen
+        forced = None if chosen is None else chosen[len(request.prompt) - length :]
+        prompt = np.array(request.prompt, np.int32)
+        sample = await self._inner.sample(replace(request, forced=forced))
+        session, _, turn = request.id.rpartition("-")
+        self.calls.append(Call(session, int(turn), prompt, sample.ids, sample.logprobs, sample.versions))
+        return sample
+
+    async def _choose(self, request: SampleRequest) -> Ids | None:
+        line = self._lines.pop(request.seed or 0, None)
+        if line is None:
+            raise EngineError("the script has no line for this request: it should not have been sampled")
+        line.begun.set()
+        if line.hold is not None:
+            await line.hold.wait()
+        if line.free:
+            return None
+        tail = self.codec.tokenizer.decode(request.prompt[-_TAIL:].tolist())
+        tools = request.request.tools if request.request is not None else ()
+        return np.asarray(write(self.codec, line, tail, tools), np.int32)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        await self._inner.abort(ids)
+
+    async def pause(self, mode: PauseMode = PauseMode.DRAIN, deadline: float | None = None) -> None:
+        await self._inner.pause(mode, deadline)
+
+    async def resume(self, version: int | None = None) -> None:
+        await self._inner.resume(version)
+
+    async def ready(self) -> None:
+        await self._inner.ready()
+
+    async def update_weights(self, folder: Path, version: int) -> None:
+        await self._inner.update_weights(folder, version)
+
+    async def close(self) -> None:
+        """The engine is shared, and closed by whoever made it."""

@@ -1,0 +1,238 @@
+"""One simulated conversation: a harness that asks, gets an answer, runs its tools, and asks again with all that was said.
+
+A `Thread` is one history, the way a harness keeps it: messages of the wire, sent whole on every call. `echo` is how it
+remembers a reply, `shape` how it dresses its history for a request; between them they are what a harness does to a
+conversation. Where a template has no tools, the same agent works in plain text, as some harnesses do: commands stand in
+the answer, and their output comes back as a user message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Literal
+
+from towline.audit import content
+from towline.audit.engine import ScoringEngine, Weights
+from towline.audit.script import Line
+from towline.audit.targets import Target
+from towline.audit.wires import Wire
+from towline.gateway.session import Session
+
+Wired = dict[str, Any]
+"""A message as it is on the wire."""
+Echo = Callable[[Wired], Wired]
+Shape = Callable[[list[Wired]], list[Wired]]
+
+FREE_TOKENS = (6, 14)
+_ENOUGH = 1024
+
+
+@dataclass(slots=True)
+class Expected:
+    """What the specification says of a conversation, to be compared with what the gateway made of it."""
+
+    chains: int = 1
+    """Leaves of the graph that were delivered, trained or not."""
+    forks: Mapping[str, int] = field(default_factory=dict)
+    untrained: int = 0
+    """Turns that are in no row: side calls and what was never delivered."""
+    forced_closes: int | None = None
+    """`None`: as many as replies without an end were continued."""
+    plain: Literal["any", "never", "always"] = "any"
+    """Whether stitching afterwards trains tokens in a context that they were not sampled in."""
+    flags: tuple[str, ...] = ()
+    """Flags that some turn must carry."""
+    roles: Mapping[str, int] = field(default_factory=dict)
+    """Turns by role, for the roles named."""
+    versions: int = 1
+    """The least number of policy versions in the session."""
+    torn: bool = False
+    """Some turn holds tokens of more than one version."""
+
+
+class Play:
+    """Everything a behaviour needs to act one conversation."""
+
+    def __init__(
+        self,
+        target: Target,
+        engine: ScoringEngine,
+        session: Session,
+        wire: Wire,
+        seed: str,
+        *,
+        free: float,
+        split: float,
+    ):
+        self.target = target
+        self.engine = engine
+        self.session = session
+        """The gateway's side, to wait for what a harness cannot see."""
+        self.wire = wire
+        self.random = Random(seed)
+        self.free = free
+        """The share of replies that the model samples by itself."""
+        self.split = split
+        self.stream = self.random.random() < 0.4
+        self.tools: list[Wired] = list(content.TOOLS) if target.abilities.tools else []
+        self.task = content.sentence(self.random)
+        """The instruction of the session."""
+        self._last: Wired = {}
+        self.unclosed = 0
+        """Replies without an end that were continued."""
+        self.problems: list[str] = []
+        """What the harness itself found wrong."""
+
+    @property
+    def weights(self) -> Weights:
+        return self.engine.weights
+
+    def can(self, ability: str) -> bool:
+        return ability in self.target.can
+
+    def check(self, right: bool, problem: str) -> None:
+        if not right:
+            self.problems.append(problem)
+
+    # What is said
+
+    def step(self, *, reasoning: bool | None = None, calls: int = 1, text: bool | None = None) -> Line:
+        """A reply that asks for work to be done; `None` leaves a choice to chance."""
+        random, abilities = self.random, self.target.abilities
+        thinks = abilities.reasoning and (random.random() < 0.7 if reasoning is None else reasoning)
+        line = Line(reasoning=content.sentence(random) if thinks else None, split=self.split, seed=random.getrandbits(32))
+        if abilities.tools:
+            line.calls = tuple(content.call(random) for _ in range(calls))
+            if abilities.text_beside_call and (random.random() < 0.3 if text is None else text):
+                line.text = content.sentence(random, 2, 4)
+        else:
+            command = str(content.call(random)[1].get("command", "ls"))
+            line.text = f"{content.sentence(random, 2, 4)}\n\n```sh\n{command}\n```"
+        line.free = random.random() < self.free
+        return line
+
+    def answer(self, *, reasoning: bool | None = None) -> Line:
+        """A reply that ends the work."""
+        line = self.step(reasoning=reasoning)
+        line.calls, line.text = (), content.sentence(self.random)
+        return line
+
+    # How it is sent
+
+    async def post(
+        self,
+        messages: Sequence[Wired],
+        lines: Sequence[Line],
+        *,
+        tools: Sequence[Wired],
+        headers: Mapping[str, str],
+        leave: asyncio.Event | None = None,
+        **fields: Any,
+    ) -> list[Wired]:
+        """The choices of one completion. Samplers are asked for something else every time, which must not matter."""
+        body: Wired = {
+            "model": "audited",
+            "messages": list(messages),
+            "seed": self.engine.ticket(lines),
+            "temperature": self.random.choice((0.2, 0.7, 1.0)),
+            "max_tokens": self.random.randint(*FREE_TOKENS) if any(line.free for line in lines) else _ENOUGH,
+            "stream": self.stream,
+            **fields,
+        }
+        if tools:
+            body["tools"] = list(tools)
+        self._last = body
+        choices: list[Wired] = (await self.wire.post(body, dict(headers), leave))["choices"]
+        return choices
+
+    async def again(self, headers: Mapping[str, str]) -> list[Wired]:
+        """The choices of the last request, sent once more. It has no line of its own: it must not be sampled."""
+        choices: list[Wired] = (await self.wire.post(self._last, dict(headers)))["choices"]
+        return choices
+
+    def thread(self, **options: Any) -> Thread:
+        return Thread(self, **options)
+
+
+class Thread:
+    """One history and how the harness keeps it."""
+
+    def __init__(
+        self,
+        play: Play,
+        *,
+        system: str = content.SYSTEM,
+        task: str | None = None,
+        tools: Sequence[Wired] | None = None,
+        headers: Mapping[str, str] | None = None,
+        echo: Echo = copy.deepcopy,
+        shape: Shape = list,
+    ):
+        self.play = play
+        self.tools = play.tools if tools is None else list(tools)
+        self.headers = dict(headers or {})
+        self.echo = echo
+        self.shape = shape
+        self.history: list[Wired] = []
+        if play.can("system"):
+            self.history.append({"role": "system", "content": system})
+        self.history.append({"role": "user", "content": play.task if task is None else task})
+        self._open = False
+        """The last reply has no end of its own."""
+
+    def copy(self) -> Thread:
+        """The same history, to go on from in another way."""
+        other = copy.copy(self)
+        other.history = list(self.history)
+        return other
+
+    async def ask(self, *lines: Line, messages: Sequence[Wired] | None = None, **fields: Any) -> list[Wired]:
+        """The choices that answer the history, or `messages` in its place, without remembering any."""
+        sent = self.shape(self.history) if messages is None else list(messages)
+        options: dict[str, Any] = {"tools": self.tools, "headers": self.headers, **fields}
+        return await self.play.post(sent, lines, **options)
+
+    async def reply(self, line: Line, **fields: Any) -> Wired:
+        """Ask, and remember the answer."""
+        (choice,) = await self.ask(line, **fields)
+        return self.take(choice, cut=any(stop in line.text for stop in fields.get("stop", ())))
+
+    def take(self, choice: Wired, *, cut: bool = False) -> Wired:
+        """Remember a choice as the harness does; returns the message as it came."""
+        self.play.unclosed += self._open
+        self._open = cut or choice["finish_reason"] == "length"
+        message: Wired = choice["message"]
+        self.history.append(self.echo(message))
+        return message
+
+    def follow(self, message: Wired, *, backwards: bool = False) -> None:
+        """What comes after a reply: the results of its calls, or the user."""
+        play = self.play
+        calls = message.get("tool_calls") or []
+        told = self.history[-1].get("tool_calls") or calls
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": content.output(play.random)}
+            for call, _ in zip(told, calls, strict=True)
+        ]
+        if results:
+            self.history += reversed(results) if backwards else results
+        elif self.tools:
+            self.user("Please go on.")
+        else:
+            self.user(f"Output:\n{content.output(play.random)}")
+
+    def user(self, text: str) -> None:
+        self.history.append({"role": "user", "content": text})
+
+    async def work(self, steps: int, **options: Any) -> None:
+        """Some steps of work, each with its results."""
+        for _ in range(steps):
+            self.follow(await self.reply(self.play.step(**options)))
+
+    async def finish(self, **options: Any) -> None:
+        """The last answer."""
+        await self.reply(self.play.answer(**options))

@@ -1,0 +1,190 @@
+"""The report of an audit: the same figures for every builder, over everything and by behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from towline.audit.judge import BOUND, Played, violations
+from towline.audit.measure import Figures, Measured
+from towline.schema import BuilderName
+from towline.view import visible
+
+_SHOWN_VIOLATIONS = 20
+
+
+@dataclass(slots=True)
+class BuilderFigures:
+    """One builder's figures over some conversations."""
+
+    conversations: int = 0
+    chains: int = 0
+    turns: int = 0
+    forced_closes: int = 0
+    forks: dict[str, int] = field(default_factory=dict)
+    measured: Figures = field(default_factory=Figures)
+    plain_differences: list[float] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        figures, differences = self.measured, self.plain_differences
+        return {
+            "drifted_tokens": figures.drifted_tokens,
+            "max_abs_dlogp": figures.max_abs_dlogp,
+            "mean_abs_dlogp": figures.mean_abs_dlogp,
+            "chains_per_conversation": self.chains / self.conversations if self.conversations else 0.0,
+            "row_over_distinct_tokens": figures.row_tokens / (figures.distinct_tokens or 1),
+            "forks": dict(sorted(self.forks.items())),
+            "rows": figures.rows,
+            "turns": self.turns,
+            "trained_tokens": figures.trained_tokens,
+            "forced_closes": self.forced_closes,
+            "plain_difference": sum(differences) / len(differences) if differences else None,
+        }
+
+
+@dataclass(slots=True)
+class BehaviourFigures:
+    """One behaviour's figures."""
+
+    conversations: int = 0
+    builders: dict[BuilderName, BuilderFigures] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "conversations": self.conversations,
+            "builders": {name.value: figures.as_json() for name, figures in self.builders.items()},
+            "violations": self.violations,
+        }
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """What an audit found. It is `ok` if every conversation is as the specification says."""
+
+    conversations: int
+    builders: dict[BuilderName, BuilderFigures]
+    by_behaviour: dict[str, BehaviourFigures]
+    targets: list[str]
+    seconds: float = 0.0
+
+    @property
+    def violations(self) -> list[str]:
+        return [line for figures in self.by_behaviour.values() for line in figures.violations]
+
+    @property
+    def ok(self) -> bool:
+        return self.conversations > 0 and not self.violations
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "conversations": self.conversations,
+            "builders": {name.value: figures.as_json() for name, figures in self.builders.items()},
+            "by_behaviour": {name: figures.as_json() for name, figures in self.by_behaviour.items()},
+            "ok": self.ok,
+            "bound": BOUND,
+            "violations": self.violations,
+            "targets": self.targets,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def make_report(
+    played: Sequence[Played], measured: Sequence[Measured], targets: Sequence[str], seconds: float
+) -> AuditReport:
+    """Put together what was played and what was measured."""
+    by_conversation: dict[str, dict[BuilderName, Measured]] = {}
+    for result in measured:
+        by_conversation.setdefault(result.conversation, {})[result.builder] = result
+    report = AuditReport(0, {name: BuilderFigures() for name in BuilderName}, {}, list(targets), seconds)
+    names: set[str] = set()
+    for one in sorted(played, key=lambda one: one.conversation):
+        figures = by_conversation.get(one.conversation, {})
+        about = report.by_behaviour.setdefault(one.behaviour, BehaviourFigures())
+        about.conversations += one.conversation not in names
+        names.add(one.conversation)
+        about.violations += [f"{one.conversation}: {line}" for line in violations(one, figures)]
+        for total in (report.builders, about.builders):
+            _count(total, one, figures)
+    report.conversations = len(names)
+    for about in report.by_behaviour.values():
+        about.builders = {name: about.builders[name] for name in BuilderName if name in about.builders}
+    return report
+
+
+def _count(totals: dict[BuilderName, BuilderFigures], played: Played, measured: Mapping[BuilderName, Measured]) -> None:
+    for builder, found in played.found.items():
+        total = totals.setdefault(builder, BuilderFigures())
+        result = measured.get(builder)
+        total.conversations += 1
+        total.turns += found.turns
+        total.forced_closes += found.forced_closes
+        for reason, count in found.forks.items():
+            total.forks[reason] = total.forks.get(reason, 0) + count
+        if found.plain_difference is not None:
+            total.plain_differences.append(found.plain_difference)
+        if result is not None:
+            total.measured.add(result.figures)
+        # Only `exact` has chains of its own; elsewhere a chain is what a trainer gets: a row.
+        total.chains += found.chains if builder is BuilderName.EXACT or result is None else result.figures.rows
+
+
+def render(report: AuditReport, console: Console) -> None:
+    """The report for people: the builders, the behaviours, and what is wrong."""
+    console.print(_builders(report))
+    console.print(_behaviours(report))
+    if report.ok:
+        console.print(Text(f"exact: every token is where it was sampled, in {report.conversations} conversations", "green"))
+        return
+    for line in report.violations[:_SHOWN_VIOLATIONS]:
+        console.print(Text(f"✗ {visible(line)}", "red"))
+    if len(report.violations) > _SHOWN_VIOLATIONS:
+        console.print(Text(f"… and {len(report.violations) - _SHOWN_VIOLATIONS} more", "red"))
+
+
+def _builders(report: AuditReport) -> Table:
+    table = Table(title=f"{report.conversations} conversations on {len(report.targets)} targets", title_justify="left")
+    table.add_column("builder")
+    for name in ("drifted tokens", "max |Δlogp|", "mean |Δlogp|", "chains", "row ÷ distinct", "trained tokens"):
+        table.add_column(name, justify="right")
+    for builder, figures in report.builders.items():
+        values = figures.as_json()
+        table.add_row(
+            builder.value,
+            f"{values['drifted_tokens']:,}",
+            f"{values['max_abs_dlogp']:.1e}",
+            f"{values['mean_abs_dlogp']:.1e}",
+            f"{values['chains_per_conversation']:.2f}",
+            f"{values['row_over_distinct_tokens']:.2f}",
+            f"{values['trained_tokens']:,}",
+        )
+    return table
+
+
+def _behaviours(report: AuditReport) -> Table:
+    table = Table()
+    table.add_column("behaviour")
+    for name in ("n", "chains", "drifted: exact", "merged"):
+        table.add_column(name, justify="right")
+    table.add_column("forks")
+    table.add_column("")
+    for name, about in report.by_behaviour.items():
+        exact = about.builders.get(BuilderName.EXACT, BuilderFigures()).as_json()
+        merged = about.builders.get(BuilderName.MERGED, BuilderFigures()).as_json()
+        forks = ", ".join(f"{reason} {count}" for reason, count in exact["forks"].items())
+        mark = Text(f"✗ {len(about.violations)}", "red") if about.violations else Text("✓", "green")
+        table.add_row(
+            name,
+            str(about.conversations),
+            f"{exact['chains_per_conversation']:.2f}",
+            str(exact["drifted_tokens"]),
+            str(merged["drifted_tokens"]),
+            forks,
+            mark,
+        )
+    return table

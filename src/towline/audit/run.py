@@ -1,0 +1,284 @@
+"""Runs an audit: plays every conversation through a real gateway, twice, and measures what comes out.
+
+With `capture="exact"` a conversation gives the rows of the `exact` builder; with `capture="plain"`, where every request
+is rendered anew as a plain server does, those of `merged` and `per_turn`. Both times the script is the same. Rows, the
+engine's log and the models are written first; the figures are then computed from those files alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+import torch
+
+from towline.audit import evidence, models
+from towline.audit.behaviours import behaviours
+from towline.audit.casting import Part, cast
+from towline.audit.engine import Call, ScoringEngine, Weights
+from towline.audit.evidence import Row
+from towline.audit.judge import Found, Played
+from towline.audit.measure import measure
+from towline.audit.play import Play
+from towline.audit.report import AuditReport, make_report
+from towline.audit.targets import Target, find
+from towline.audit.wires import InProcess, Sockets, Wire
+from towline.config import GatewaySettings
+from towline.dialects import all_dialects
+from towline.engines.embedded import EmbeddedEngine
+from towline.errors import ConfigError, TowlineError
+from towline.gateway.app import ProviderApp
+from towline.gateway.gateway import Gateway
+from towline.gateway.server import serving
+from towline.gateway.session import Session
+from towline.schema import BuilderName, EndReason, Trajectory
+from towline.tokens.assemble import assemble
+
+Progress = Callable[[int, int, str], None]
+Capture = Literal["exact", "plain"]
+
+FREE_SHARE = 0.15
+SPLIT_SHARE = 0.25
+_CONTEXT = 8192
+_CACHE = 32_768
+
+
+@dataclass(slots=True)
+class AuditOptions:
+    """What to audit, and where to leave the evidence."""
+
+    out: Path
+    conversations: int = 320
+    tokenizer: Path | None = None
+    """A tokenizer folder of the user's own, audited beside the others."""
+    template: Path | None = None
+    """A chat template of the user's own, on that tokenizer or on the one that all templates share."""
+    targets: Sequence[str] | None = None
+    """Only these."""
+    behaviours: Sequence[str] | None = None
+    """Only these."""
+    seed: int = 0
+    threads: int = 2
+    """Of torch."""
+    concurrency: int = 8
+    """Conversations at a time."""
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One target with its gateway."""
+
+    target: Target
+    engine: ScoringEngine
+    gateway: Gateway
+    app: ProviderApp
+    model: str
+    base_url: str | None
+    """Where the gateway listens, if it does."""
+    client: aiohttp.ClientSession
+
+    def wire(self, key: str, *, sockets: bool) -> Wire:
+        if sockets and self.base_url is not None:
+            return Sockets(self.client, self.base_url, key)
+        return InProcess(self.app, key)
+
+
+@dataclass(slots=True)
+class _Results:
+    played: list[Played] = field(default_factory=list)
+    rows: dict[BuilderName, list[Row]] = field(default_factory=lambda: {name: [] for name in BuilderName})
+    calls: list[Call] = field(default_factory=list)
+
+
+async def run(options: AuditOptions, progress: Progress | None = None) -> AuditReport:
+    """Play, write, measure, report. What is wrong with a conversation is in the report, not an exception."""
+    began = time.perf_counter()
+    options.out.mkdir(parents=True, exist_ok=True)
+    tell = progress or (lambda done, total, label: None)
+    tell(0, 1, "reading tokenizers and templates")
+    targets = await asyncio.to_thread(
+        find, options.targets, tokenizer=options.tokenizer, template=options.template
+    )
+    chosen = behaviours()
+    if options.behaviours is not None:
+        if unknown := set(options.behaviours) - chosen.keys():
+            raise ConfigError(f"no behaviour {sorted(unknown)[0]!r}; there are: {', '.join(chosen)}")
+        chosen = {name: chosen[name] for name in options.behaviours}
+    parts = cast(chosen, targets, options.conversations)
+    results = _Results()
+    total = 2 * len(parts)
+    with tempfile.TemporaryDirectory(prefix="towline-audit-") as scratch:
+        ordered = sorted(parts, key=lambda part: part.target.vocabulary)
+        for vocabulary, group in groupby(ordered, key=lambda part: part.target.vocabulary):
+            label = f"playing on {vocabulary}"
+            async with _staged(options, vocabulary, list(group), Path(scratch), results) as company:
+                await company.play(lambda: tell(len(results.played), total, label))
+    _write(options.out, results)
+    rows = {builder: len(found) for builder, found in results.rows.items()}
+    report = await asyncio.to_thread(_report, options, results, targets, sum(rows.values()), tell)
+    report.seconds = time.perf_counter() - began
+    (options.out / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+def _write(out: Path, results: _Results) -> None:
+    for builder, rows in results.rows.items():
+        evidence.write_rows(out, builder, sorted(rows, key=lambda row: (row.model, row.conversation)))
+    evidence.write_calls(out, results.calls)
+    played = [one.as_json() for one in sorted(results.played, key=lambda one: one.conversation)]
+    (out / "conversations.json").write_text(json.dumps(played, indent=1) + "\n", encoding="utf-8")
+
+
+def _report(
+    options: AuditOptions, results: _Results, targets: Sequence[Target], rows: int, tell: Progress
+) -> AuditReport:
+    torch.set_num_threads(options.threads)
+    done = 0
+
+    def count(more: int) -> None:
+        nonlocal done
+        done += more
+        tell(done, rows, "computing the logprobs again")
+
+    measured = measure(options.out, BuilderName, count)
+    return make_report(results.played, measured, [target.name for target in targets], 0.0)
+
+
+class _Company:
+    """All targets of one vocabulary, around one engine."""
+
+    def __init__(
+        self, options: AuditOptions, parts: Sequence[Part], stages: dict[str, _Stage], results: _Results
+    ) -> None:
+        self.options = options
+        self.parts = parts
+        self.stages = stages
+        self.results = results
+
+    async def play(self, done: Callable[[], None]) -> None:
+        """Every part under both captures. Parts that change the weights come last: they disturb each other only."""
+        for updates in (False, True):
+            limit = asyncio.Semaphore(self.options.concurrency)
+
+            async def one(part: Part, capture: Capture, limit: asyncio.Semaphore = limit) -> None:
+                async with limit:
+                    await self._play(part, capture)
+                    done()
+
+            parts = [part for part in self.parts if part.behaviour.updates is updates]
+            await asyncio.gather(*(one(part, capture) for part in parts for capture in ("exact", "plain")))
+
+    async def _play(self, part: Part, capture: Capture) -> None:
+        stage, behaviour = self.stages[part.target.name], part.behaviour
+        builder = BuilderName.EXACT if capture == "exact" else BuilderName.MERGED
+        id = f"{part.id}.{capture}"
+        seed = f"{self.options.seed}:{part.id}"
+        opened = await stage.gateway.create(
+            {"id": id, "settings": {**behaviour.settings, "capture": capture, "builder": builder.value}}
+        )
+        session = opened.session
+        wire = stage.wire(opened.key, sockets=part.sockets)
+        play = Play(
+            part.target,
+            stage.engine,
+            session,
+            wire,
+            seed,
+            free=FREE_SHARE if behaviour.free else 0.0,
+            split=SPLIT_SHARE if behaviour.split is None else behaviour.split,
+        )
+        session.instruction = play.task
+        played = Played(part.id, behaviour.name, part.target.name, wire.name)
+        self.results.played.append(played)
+        try:
+            played.expected = await behaviour.act(play)
+            played.problems += play.problems
+            played.unclosed = play.unclosed
+            self._keep(part, stage, played, await stage.gateway.seal(id, EndReason.EXITED))
+            if capture == "plain":
+                self._keep(part, stage, played, _per_turn(session, part.target))
+        except TowlineError as error:
+            played.problems.append(f"{capture}: {type(error).__name__}: {error}")
+        except Exception as error:
+            # A defect anywhere behind the gateway is a finding about this conversation, not the end of the audit.
+            played.problems.append(f"{capture}: {type(error).__name__}: {error}")
+
+    def _keep(self, part: Part, stage: _Stage, played: Played, trajectory: Trajectory) -> None:
+        played.found[trajectory.builder] = Found.of(trajectory)
+        names = part.id, part.behaviour.name, part.target.name, stage.model
+        self.results.rows[trajectory.builder] += [Row(*names, trace) for trace in trajectory.traces]
+
+
+def _per_turn(session: Session, target: Target) -> Trajectory:
+    """The same session once more, built a row a call."""
+    return assemble(
+        session.graph,
+        session_id=session.id,
+        builder=BuilderName.PER_TURN,
+        policy=session.settings.policy,
+        instruction=session.instruction,
+        trained=session.settings.trained_roles,
+        ends=target.codec.stop_ids,
+        end_reason=EndReason.EXITED,
+        tools={key: [tool.as_function() for tool in tools] for key, tools in session.tools.items()},
+    )
+
+
+@asynccontextmanager
+async def _staged(
+    options: AuditOptions, vocabulary: str, parts: Sequence[Part], scratch: Path, results: _Results
+) -> AsyncIterator[_Company]:
+    """The engine of a vocabulary, with a gateway for each target."""
+    targets = {part.target.name: part.target for part in parts}
+    tokenizer = next(iter(targets.values())).codec.tokenizer
+    size = max(target.codec.tokenizer.size for target in targets.values())
+    folder = await asyncio.to_thread(models.make, options.out, vocabulary, size, options.seed)
+    engine = EmbeddedEngine(
+        models.weights(folder, 0),
+        decode=tokenizer.decode,
+        max_batch=options.concurrency * 2,
+        max_cached_tokens=_CACHE,
+        context=_CONTEXT,
+        threads=options.threads,
+        seed=options.seed,
+    )
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        await engine.start()
+        stack.push_async_callback(engine.close)
+        weights = Weights(engine, folder)
+        stages = {}
+        for name, target in targets.items():
+            scoring = ScoringEngine(weights, target.codec)
+            data = scratch / name
+            settings = GatewaySettings(port=0, control_port=0, data=data, journal="os")
+            gateway = Gateway(scoring, target.codec, settings)
+            base_url = await stack.enter_async_context(_opened(gateway, listening=target.primary))
+            app = ProviderApp(gateway, all_dialects())
+            stages[name] = _Stage(target, scoring, gateway, app, folder.name, base_url, client)
+        yield _Company(options, parts, stages, results)
+        for stage in stages.values():
+            results.calls += stage.engine.calls
+
+
+@asynccontextmanager
+async def _opened(gateway: Gateway, *, listening: bool) -> AsyncIterator[str | None]:
+    """The gateway, open, and where it listens if it does."""
+    if listening:
+        async with serving(gateway, "audit") as running:
+            yield running.base_url
+        return
+    await gateway.open()
+    try:
+        yield None
+    finally:
+        await gateway.close()

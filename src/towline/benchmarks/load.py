@@ -1,0 +1,197 @@
+"""How many turns a CPU second of the gateway serves, under many long conversations at once.
+
+The gateway runs in a process of its own, as `towline gateway` does: both listeners on uvicorn with uvloop, the journal in
+its default mode. The client is this process. Every conversation is a session that sends its whole history on each turn
+over loopback HTTP; the engine answers at once. What is counted is the CPU that the kernel charged to the gateway's process
+and the memory that it kept. The same conversations with `capture = "plain"`, which renders and encodes every request
+anew, are the baseline; there are fewer of them, since each turn takes so much longer and only the rate is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from towline import assets
+from towline.benchmarks.agent import Conversation, Printout
+from towline.errors import ConfigError, TowlineError
+from towline.tokens.tokenizer import Tokenizer
+
+_HEAD, _REPLY = 470, 119
+"""Tokens of the first prompt, and of a reply with what a template writes around a tool result, about."""
+_WARM_UP_TURNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One load."""
+
+    conversations: int
+    turns: int
+    tokens: int
+    """How long each conversation gets."""
+
+    @property
+    def result_tokens(self) -> int:
+        """Tokens of each tool result, so that the last turn ends at `tokens`."""
+        return max(1, (self.tokens - _HEAD - self.turns * _REPLY) // max(1, self.turns - 1))
+
+
+def run(
+    conversations: int = 64,
+    turns: int = 20,
+    tokens: int = 32_000,
+    *,
+    plain_conversations: int = 8,
+    target: str | Path = "qwen3",
+    seconds: float = 600,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure both loads. `target` is a tokenizer's name among the assets, or a model folder; `seconds` bounds each."""
+    if min(conversations, turns, plain_conversations) < 1 or tokens < 1000:
+        raise ConfigError("a load needs at least one conversation, one turn and 1,000 tokens")
+    folder = target if isinstance(target, Path) else assets.tokenizer(target)
+    printout = Printout(Tokenizer.load(folder))
+    loads = {"exact": Shape(conversations, turns, tokens), "plain": Shape(plain_conversations, turns, tokens)}
+    result: dict[str, Any] = {"turns": turns, "history_tokens": tokens}
+    for capture, shape in loads.items():
+        progress(f"{shape.conversations} conversations of {turns} turns, {capture}")
+        try:
+            result[capture] = asyncio.run(asyncio.wait_for(_measure(folder, printout, capture, shape), seconds))
+        except TimeoutError as error:
+            raise TowlineError(f"the load with capture={capture!r} took longer than {seconds:g} s") from error
+    exact, plain = (result[capture]["turns_per_cpu_second"] for capture in loads)
+    result["ratio"] = round(exact / plain, 2)
+    return result
+
+
+async def _measure(folder: Path, printout: Printout, capture: str, shape: Shape) -> dict[str, Any]:
+    connections = aiohttp.TCPConnector(limit=0)
+    async with _gateway(folder, shape.turns) as gateway, aiohttp.ClientSession(connector=connections) as client:
+        warm_up = Shape(1, min(_WARM_UP_TURNS, shape.turns), shape.tokens)
+        await _converse(client, gateway, printout, capture, warm_up, 0)
+        cpu, memory, began = _cpu_seconds(gateway.pid), _resident_bytes(gateway.pid), time.perf_counter()
+        lengths = await asyncio.gather(
+            *(_converse(client, gateway, printout, capture, shape, 1 + n) for n in range(shape.conversations))
+        )
+        wall = time.perf_counter() - began
+        cpu, memory = _cpu_seconds(gateway.pid) - cpu, _resident_bytes(gateway.pid) - memory
+    turns = shape.conversations * shape.turns
+    return {
+        "conversations": shape.conversations,
+        "turns": turns,
+        "longest_tokens": max(lengths),
+        "cpu_seconds": round(cpu, 2),
+        "wall_seconds": round(wall, 2),
+        "turns_per_cpu_second": round(turns / max(cpu, 1e-9), 1),
+        "memory_kb_per_turn": round(memory / turns / 1000, 1),
+    }
+
+
+async def _converse(
+    client: aiohttp.ClientSession, gateway: _Gateway, printout: Printout, capture: str, shape: Shape, seed: int
+) -> int:
+    """Run one conversation to its end; the tokens of its last turn."""
+    control = {"authorization": f"Bearer {gateway.control_key}"}
+    wanted = {"settings": {"capture": capture}}
+    async with client.post(f"{gateway.control_url}/v1/sessions", json=wanted, headers=control) as made:
+        session = orjson.loads(await _body(made))
+    url = session["base_urls"]["openai"] + "/chat/completions"
+    headers = {"authorization": f"Bearer {session['key']}", "content-type": "application/json"}
+    conversation = Conversation(printout, seed)
+    for turn in range(shape.turns):
+        async with client.post(url, data=conversation.body(), headers=headers) as answered:
+            response = await _body(answered)
+        if turn < shape.turns - 1:
+            conversation.hear(response, shape.result_tokens)
+    return int(orjson.loads(response)["usage"]["total_tokens"])
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    body = await response.read()
+    if response.status >= 300:
+        raise TowlineError(f"the gateway answered {response.status}: {body[:500].decode(errors='replace')}")
+    return body
+
+
+# The gateway's process
+
+
+@dataclass(frozen=True, slots=True)
+class _Gateway:
+    pid: int
+    control_url: str
+    control_key: str
+
+
+@asynccontextmanager
+async def _gateway(folder: Path, turns: int) -> AsyncIterator[_Gateway]:
+    """A gateway in a process of its own; it ends when its standard input is closed."""
+    with tempfile.TemporaryDirectory(prefix="towline-bench-") as data:
+        command = (sys.executable, "-m", "towline.benchmarks.load_gateway", str(folder), data, str(turns))
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            line = await process.stdout.readline()
+            if not line:
+                raise TowlineError(f"the gateway to measure did not start (exit status {await process.wait()})")
+            yield _Gateway(process.pid, **orjson.loads(line))
+            process.stdin.close()
+            await process.wait()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process and all its threads, as the kernel counts them."""
+    fields = _proc(pid, "stat").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(_proc(pid, "statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _proc(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except OSError as error:
+        raise TowlineError(f"the load benchmark reads /proc, which is not to be had here: {error}") from error
+
+
+def render(result: Mapping[str, Any], console: Console) -> None:
+    """Show a result to a person."""
+    title = f"Conversations of {result['turns']} turns growing to {result['history_tokens']:,} tokens"
+    table = Table(title=title, title_justify="left")
+    for column in ("capture", "conversations", "turns", "CPU s", "turns per CPU s", "memory kept a turn"):
+        table.add_column(column, justify="left" if column == "capture" else "right")
+    for capture in ("exact", "plain"):
+        row = result[capture]
+        table.add_row(
+            capture,
+            f"{row['conversations']}",
+            f"{row['turns']:,}",
+            f"{row['cpu_seconds']:.2f}",
+            f"{row['turns_per_cpu_second']:,.0f}",
+            f"{row['memory_kb_per_turn']:,.0f} kB",
+        )
+    console.print(table)
+    console.print(f"exact serves {result['ratio']:.1f} times the turns of rendering everything anew")

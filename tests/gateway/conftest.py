@@ -1,0 +1,32 @@
+"""Fixtures of the gateway's tests. The codec is loaded once: that takes longer than most tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_rig import Rig, running_gateway
+
+from towline.tokens.codec import Codec
+from towline.tokens.loading import load_codec
+
+Start = Callable[..., AbstractAsyncContextManager[Rig]]
+
+
+@pytest.fixture(scope="session")
+def codec(assets: Path) -> Codec:
+    return load_codec(assets / "tokenizers" / "qwen3")
+
+
+@pytest.fixture
+def start(codec: Codec, tmp_path: Path) -> Start:
+    """`async with start(script, **settings) as rig`; on one data folder a test."""
+
+    def begin(*arguments: Any, **options: Any) -> AbstractAsyncContextManager[Rig]:
+        return partial(running_gateway, codec, tmp_path / "data")(*arguments, **options)
+
+    return begin
