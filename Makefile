@@ -12,7 +12,7 @@ READY := .venv/.ready
 PYTEST_ARGS ?=
 RUFF_PATHS := $(wildcard src tests bench examples)
 
-.PHONY: help setup assets demo test lint format bench audit lock clean
+.PHONY: help setup assets node demo test lint format bench audit lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,7 +30,14 @@ assets: setup ## Fetch the real tokenizers and chat templates that tests, demo a
 demo: assets ## Run the example agent against the embedded engine and show what was recorded
 	$(BIN)/towline demo
 
-test: assets ## Run all tests (PYTEST_ARGS="-k name" for some)
+# Without scripts: an SDK's install step has no business here. The lock file names no registry.
+NODE_READY := tests/e2e/node/node_modules/.package-lock.json
+node: $(NODE_READY) ## Install the official TypeScript SDKs that tests run
+$(NODE_READY): tests/e2e/node/package.json tests/e2e/node/package-lock.json | setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" npm ci --prefix tests/e2e/node --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test: assets node ## Run all tests (PYTEST_ARGS="-k name" for some)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: setup ## Check style, formatting and types

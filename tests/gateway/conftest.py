@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -9,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from gateway_rig import Rig, running_gateway
 
 from towline.tokens.codec import Codec
 from towline.tokens.loading import load_codec
 
 Start = Callable[..., AbstractAsyncContextManager[Rig]]
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that the command line runs the gateway in."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from towline.gateway.server import Running, serving
 from towline.schema import Trajectory, TurnRole
 from towline.tokens.codec import Codec
 
+PATIENCE = 30
+"""Seconds after which a test takes it that something hangs."""
 CONTROL_KEY = "control-key-of-the-tests"
 BASH = {
     "type": "function",
@@ -143,9 +146,14 @@ class Wire:
 
     async def answer(self) -> Body:
         """The whole answer, which is not a stream."""
-        head = (await self.reader.readuntil(b"\r\n\r\n")).decode().lower()
+        head = (await self.until(b"\r\n\r\n")).decode().lower()
         length = int(head.split("content-length: ")[1].split("\r\n")[0])
-        return {"status": int(head.split()[1]), **json.loads(await self.reader.readexactly(length))}
+        async with asyncio.timeout(PATIENCE):
+            return {"status": int(head.split()[1]), **json.loads(await self.reader.readexactly(length))}
+
+    async def until(self, end: bytes) -> bytes:
+        async with asyncio.timeout(PATIENCE):
+            return await self.reader.readuntil(end)
 
 
 @contextlib.asynccontextmanager
@@ -162,11 +170,12 @@ async def running_gateway(
     engine = engine or ScriptedEngine(codec, script, context=context)
     chosen = GatewaySettings(port=0, control_port=0, data=data, **settings)
     gateway = Gateway(engine, codec, chosen, defaults=session)
+    patience = aiohttp.ClientTimeout(total=PATIENCE)
     with logged_errors() as errors:
         async with (
             serving(gateway, CONTROL_KEY) as running,
-            aiohttp.ClientSession(headers={"authorization": f"Bearer {CONTROL_KEY}"}) as control,
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as web,
+            aiohttp.ClientSession(headers={"authorization": f"Bearer {CONTROL_KEY}"}, timeout=patience) as control,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=patience) as web,
         ):
             yield Rig(gateway, engine, running, control, web, errors)
         gc.collect()
@@ -196,11 +205,10 @@ def logged_errors() -> Iterator[list[str]]:
 
 async def eventually(condition: Callable[[], Any], what: str = "") -> None:
     """Wait until the condition holds; a test that would wait for ever fails instead."""
-    for _ in range(2000):
-        if condition():
-            return
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until, f"never happened: {what or condition}"
         await asyncio.sleep(0.005)
-    raise AssertionError(f"never happened: {what or condition}")
 
 
 def user(text: str) -> Body:

@@ -74,7 +74,7 @@ async def test_context(start: Start, limited: str) -> None:
     """A prompt that does not fit is refused as the provider would; one that leaves little room is answered within it."""
     async with start(busy, context=2000 if limited == "session" else 700) as rig:
         session = await rig.open(settings={"limits": {"context": 700 if limited == "session" else None}})
-        turns, (status, error), messages = await run_out(rig, session)
+        turns, (status, error), _ = await run_out(rig, session)
         assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
         assert "700 tokens" in error["message"]
         assert turns > 2

@@ -57,8 +57,8 @@ def talkative(seed: int, steps: int) -> Callable[[Request], Say]:
         calls = []
         if turn % (steps + 1) < steps:
             calls.append(ToolCall("", "bash", {"command": f"{chance.choice(WORDS)} {turn}"}))
-            for _ in range(chance.randint(0, 2)):
-                calls.append(ToolCall("", "edit", {"path": chance.choice(WORDS), "change": {"v": value(chance, 2)}}))
+            change = {"path": chance.choice(WORDS), "change": {"v": value(chance, 2)}}
+            calls += [ToolCall("", "edit", change)] * chance.randint(0, 2)
         text = " ".join(chance.choices(WORDS[:7], k=3)) if not calls or chance.random() < 0.4 else ""
         reasoning = f"Turn {turn}: {chance.choice(WORDS[:6])}" if chance.random() < 0.8 else None
         return Say(text.strip(), reasoning, calls)
@@ -136,8 +136,10 @@ async def test_everything_a_completion_carries(start: Start, codec: Codec) -> No
         assert whole.usage.completion_tokens == len(first.sampled)
         assert whole.usage.prompt_tokens == first.prompt_length
         details = whole.usage.completion_tokens_details
-        assert details is not None and 0 < (details.reasoning_tokens or 0) < len(first.sampled)
-        assert choice.logprobs is not None and choice.logprobs.content is not None
+        assert details is not None
+        assert 0 < (details.reasoning_tokens or 0) < len(first.sampled)
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
         tokens = choice.logprobs.content
         assert [token.logprob for token in tokens] == pytest.approx(first.logprobs.tolist())
         assert b"".join(bytes(t.bytes or []) for t in tokens).decode() == codec.tokenizer.decode(first.sampled.tolist())
@@ -152,7 +154,8 @@ async def test_everything_a_completion_carries(start: Start, codec: Codec) -> No
             **{**ask, "messages": [user("c")]}, stream=True, n=2, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
-        assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 0
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens > 0
         assert {c.index for chunk in chunks for c in chunk.choices} == {0, 1}
         assert [model.id async for model in client.models.list()] == ["towline"]
         assert (await client.models.retrieve("any/name")).id == "any/name"

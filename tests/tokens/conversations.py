@@ -122,6 +122,8 @@ class Say:
     """The end-of-turn token to sample instead of the usual one."""
     ids: Sequence[int] | None = None
     """The very ids to sample."""
+    canonical: bool = False
+    """Sample it as an encoder would spell it."""
 
 
 def call(name: str, /, **arguments: Any) -> ToolCall:
@@ -293,9 +295,8 @@ class Talk:
     def _sampled(self, say: Say, node: Node) -> list[int]:
         if say.ids is not None:
             return list(say.ids)
-        calls = [replace(c, id=c.id or f"functions.{c.name}:{place}") for place, c in enumerate(say.calls)]
-        written = self.codec.write(say.text, say.think, calls, self.frames[node.key])
-        ids = [*spelled(self.codec.tokenizer, written[:-1]), written[-1]]
+        written = self.codec.write(say.text, say.think, say.calls, self.frames[node.key])
+        ids = written if say.canonical else [*spelled(self.codec.tokenizer, written[:-1]), written[-1]]
         if say.end:
             end = self.codec.tokenizer.id_of(say.end)
             assert end in self.codec.stop_ids

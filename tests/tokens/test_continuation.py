@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from conversations import BASH, READ, TOOLS, Say, Talk, call, real, result, system, templated, user
+from conversations import BASH, READ, TOOLS, Say, Talk, call, real, result, system, template_source, templated, user
 
 from towline.conversation import Hints, Message, ToolCall
 from towline.schema import ContextPolicy, ForkReason, TurnRole
+from towline.tokens.codec import Frame
 from towline.tokens.continuation import Vanishing
 from towline.tokens.template import SentinelCodec
 
@@ -162,14 +163,24 @@ def test_kept_reasoning_under_each_policy() -> None:
         assert ("look around" in talk.text(fourth.prompt)) == (later is None)
 
 
+REWRITING = ("deepseekv3", "nemotron_3_nano")
+"""Their history does not begin as their generation prompt does."""
+
+
 @pytest.mark.parametrize("policy", list(ContextPolicy))
-def test_replies_without_reasoning_never_fork(codec: SentinelCodec, policy: ContextPolicy) -> None:
+def test_replies_without_reasoning(codec: SentinelCodec, policy: ContextPolicy) -> None:
+    """Nothing to drop: only a template that shows its own opening differently forks, and only where that counts."""
     talk = Talk(codec, policy=policy)
     first = talk.ask([system(), user(TASK)], BARE)
     second = talk.ask(first.answered("parser.py"), replace(BOTH, think=None))
     third = talk.ask(second.answered("abc", "def"), "Done.")
-    assert talk.reasons == [None] * 3
-    assert third.node.parent is second.node
+    rewritten = policy is not ContextPolicy.RETAIN and codec.template.source in map(template_source, REWRITING)
+    assert talk.reasons[1] == (ForkReason.TEMPLATE_REWRITE if rewritten else None)
+    if rewritten:
+        assert second.prompt == talk.plain(second.request, second.node)
+    else:
+        assert talk.reasons == [None] * 3
+        assert third.node.parent is second.node
 
 
 def test_compaction() -> None:
@@ -359,3 +370,227 @@ def test_vanishing_notes(policy: ContextPolicy, leading: list[Message]) -> None:
         assert contains(turns[2].prompt, turns[0].sampled)
         if vanishing is Vanishing.KEEP:
             assert "vanished_kept" in turns[1].node.flags
+
+
+# How a turn ended
+
+
+@pytest.mark.parametrize("renderer", ["auto", "sentinel"])
+def test_end_that_opens_the_next_message_must_be_that_one(renderer: str) -> None:
+    """GLM ends a turn with the next message's opening: the wrong one cannot stay, everything before it does."""
+    codec = templated("glm4moe", renderer=renderer)
+    assert (codec.name == "sentinel") == (renderer == "sentinel")
+    observation = codec.tokenizer.id_of("<|observation|>")
+    for wrong in ("<|user|>", "<|endoftext|>"):
+        talk = Talk(codec)
+        first = talk.ask([system(), user(TASK)], LOOK)
+        assert first.sampled[-1] == observation
+        second = talk.ask(first.answered("parser.py"), replace(LOOK, end=wrong))
+        third = talk.ask(second.answered("again"), LOOK)
+        fourth = talk.ask(third.answered("and again"), DONE)
+        assert talk.reasons == [None, None, ForkReason.STOP_MISMATCH, None]
+        assert third.node.parent is first.node
+        assert third.node.origin is second.node
+        kept = second.prompt + second.sampled[:-1]
+        assert third.prompt[: len(kept) + 1] == [*kept, observation]
+        assert third.node.forced == 0
+        assert fourth.node.parent is third.node
+        assert [len(set(t.turn_ids[t.loss_mask == 1])) for t in talk.trajectory().traces] == [2, 2]
+        assert talk.roles == [MAIN] * 4
+        # At the very beginning too, and when the user speaks after a call.
+        talk = Talk(codec)
+        first = talk.ask([user(TASK)], replace(LOOK, end=wrong))
+        second = talk.ask(first.answered("parser.py"), DONE)
+        assert second.prompt[: len(first.prompt) + len(first.sampled)] == first.prompt + first.sampled[:-1] + [observation]
+        assert second.node.root is first.node
+
+
+def test_end_that_merely_closes_stays_as_sampled() -> None:
+    """Llama's `<|eom_id|>`, gpt-oss's `<|return|>` and `<|call|>`, anybody's `<|endoftext|>`."""
+    for name, say, end, shown in (
+        ("llama3_1", BARE, "<|eom_id|>", "<|eot_id|>"),
+        ("gptoss", DONE, "<|return|>", "<|end|>"),
+        ("gptoss", BARE, "<|call|>", "<|call|>"),
+        ("qwen3", LOOK, "<|endoftext|>", "<|im_end|>"),
+    ):
+        for renderer in ("auto", "sentinel"):
+            codec = templated(name, renderer=renderer)
+            talk = Talk(codec)
+            first = talk.ask([system(), user(TASK)], replace(say, end=end))
+            new = [result(c, "parser.py") for c in first.calls] or [user("And?")]
+            second = talk.ask([*first.history, *new], "Done.")
+            assert second.node.parent is first.node
+            assert second.node.reason is None
+            assert second.node.forced == 0
+            whole = talk.plain(second.request, second.node)
+            seam = [codec.tokenizer.id_of(shown), *second.node.suffix.tolist()]
+            assert whole[-len(seam) :] == seam
+            assert talk.chains == 1
+
+
+def test_spliced_reply_with_the_wrong_end_loses_only_that() -> None:
+    codec = templated("glm4moe")
+    talk = Talk(codec)
+    first, second, third = three_turns(talk)
+    # The harness leaves out a question: what ended for the user now stands before another message of the user's.
+    fourth = talk.ask([*third.history, user("And now?")], replace(LOOK, end="<|user|>"))
+    edited = [*fourth.history, result(fourth.calls[0], "x")]
+    edited[3] = replace(edited[3], text="[cleared]")
+    fifth = talk.ask(edited, DONE)
+    assert fifth.node.parent is first.node
+    assert fifth.node.reason is ForkReason.HISTORY_EDITED
+    assert contains(fifth.prompt, [*fourth.sampled[:-1], codec.tokenizer.id_of("<|observation|>")])
+    assert contains(fifth.prompt, second.sampled)
+
+
+# Prefills
+
+
+def test_prefill_that_nobody_sampled(codec: SentinelCodec) -> None:
+    talk = Talk(codec)
+    opened = Message("assistant", "The answer is")
+    asked = [system(), user("What is 2 + 2?")]
+    end = codec.write("x", None, (), Frame(TOOLS))[-1]
+    first = talk.ask([*asked, opened], Say(ids=[*codec.tokenizer.encode(" 4."), end]))
+    assert talk.text(first.prompt).endswith("The answer is")
+    assert first.reply.text == "The answer is 4."
+    second = talk.ask([*asked, Message("assistant", "The answer is 4."), user("Thanks.")], "Welcome.")
+    assert second.node.parent is first.node
+    third = talk.ask([*second.history, user("Again."), opened], Say(ids=[end]))
+    assert third.node.parent is second.node
+    assert talk.text(third.prompt).endswith("The answer is")
+    assert talk.reasons == [None] * 3
+    assert talk.chains == 1
+    # Calls cannot be written on: the template closes them.
+    closed = Message("assistant", "", None, (ToolCall("call_1", "bash", {"command": "ls"}),))
+    fourth = talk.ask([*asked, closed], "Done.")
+    assert fourth.node.prefill is None
+    assert "ls" in talk.text(fourth.prompt)
+
+
+def test_prefill_with_our_own_reply() -> None:
+    talk = Talk(real("qwen3"))
+    first = talk.ask([system(), user(TASK)], Say("Counting further and further.", cut=4))
+    second = talk.ask(first.history, Say(" and so on."))
+    assert second.node.parent is first.node
+    assert second.prompt == first.prompt + first.sampled
+    assert second.reply.text == first.reply.text + " and so on."
+    third = talk.ask([system(), user(TASK), second.reply, user("Thanks.")], "Welcome.")
+    assert third.node.parent is second.node
+    assert talk.reasons == [None] * 3
+    assert talk.chains == 1
+    # A reply that had ended is opened again: another branch, with all but its end.
+    fourth = talk.ask(third.history, Say(" Indeed."))
+    assert fourth.node.reason is ForkReason.PREFILL
+    assert fourth.node.parent is second.node
+    assert fourth.prompt == third.prompt + third.sampled[:-1]
+    assert fourth.reply.text == third.reply.text + " Indeed."
+    assert [m.role for m in fourth.node.new] == ["user", "assistant"]
+    fifth = talk.ask([*third.request, fourth.reply, user("Bye.")], "Bye.")
+    assert fifth.node.parent is fourth.node
+    assert talk.chains == 2
+    assert talk.roles == [MAIN] * 5
+    # After an edit, a reply that was written in two pieces is shown whole.
+    edited = [*fifth.history, user("More.")]
+    edited[0] = system("Other words.")
+    edited[1] = user("Edited.")
+    sixth = talk.ask(edited, "Yes.")
+    assert second.reply.text in talk.text(sixth.prompt)
+    assert talk.text(sixth.prompt).count("Indeed.") == 1
+
+
+def test_forced_close_survives_a_branch() -> None:
+    """What replaces a turn keeps what is said about that turn's prompt."""
+    talk = Talk(templated("glm4moe"))
+    first = talk.ask([user(TASK)], replace(DONE, cut=5))
+    second = talk.ask([*first.history, user("<|user|> Go on.")], replace(LOOK, end="<|user|>"))
+    third = talk.ask(second.answered("x"), DONE)
+    assert (second.node.forced, second.node.special_text) == (1, 1)
+    assert third.node.reason is ForkReason.STOP_MISMATCH
+    assert (third.node.forced, third.node.special_text) == (1, 1)
+    assert third.node.parent is first.node
+    again = talk.ask(second.answered("x"), DONE)
+    assert again.node.reason is ForkReason.SIBLING
+    assert (again.node.forced, again.node.special_text, again.node.flags) == (1, 1, third.node.flags)
+
+
+# What harnesses do to messages
+
+
+def test_foreign_replies_are_context(codec: SentinelCodec) -> None:
+    talk = Talk(codec)
+    shots = [system(), user("2 + 2?"), Message("assistant", "FOUR"), user(TASK)]
+    first = talk.ask(shots, BARE)
+    second = talk.ask([*first.answered("x"), Message("assistant", "INSERTED"), user("Go on.")], "Done.")
+    third = talk.ask([*second.history, user("Bye.")], "Bye.")
+    assert [n.parent for n in talk.nodes] == [None, first.node, second.node]
+    assert talk.reasons == [None] * 3
+    text = talk.text(third.prompt)
+    assert text.index("FOUR") < text.index("INSERTED")
+    trace = talk.trajectory().traces[0]
+    assert int(trace.loss_mask.sum()) == sum(len(n.sampled) for n in talk.nodes)
+
+
+def test_split_reply() -> None:
+    talk = Talk(real("qwen3"))
+    first = talk.ask([system(), user(TASK)], BOTH)
+    words = Message("assistant", first.reply.text, first.reply.reasoning)
+    singly = [Message("assistant", "", None, (c,)) for c in first.calls]
+    results = [result(c, "ok") for c in first.calls]
+    second = talk.ask([*first.request, words, *singly, *results], "Done.")
+    third = talk.ask([*first.request, words, *singly, *results, second.reply, user("Bye.")], "Bye.")
+    assert talk.reasons == [None] * 3
+    assert third.node.parent is second.node
+    assert talk.chains == 1
+
+
+def test_results_out_of_order_and_twice() -> None:
+    talk = Talk(real("qwen3"))
+    first = talk.ask([system(), user(TASK)], BOTH)
+    one, two = (result(c, t) for c, t in zip(first.calls, ("ONE", "TWO"), strict=True))
+    second = talk.ask([*first.history, two, one], DONE)
+    again = talk.ask([*first.history, one, two], DONE)
+    assert again.node.reason is ForkReason.SIBLING
+    assert again.prompt == second.prompt
+    assert talk.text(second.prompt).index("ONE") < talk.text(second.prompt).index("TWO")
+    twice = talk.ask([*first.history, two, one, two], DONE)
+    assert twice.node.reason is ForkReason.HISTORY_EDITED
+    assert twice.node.parent is first.node
+
+
+def test_noise() -> None:
+    """What counts as noise may change on every call; the model keeps seeing it as it was, and the turn says so."""
+    patterns = (r"x-billing: \w+", r"<date>.*?</date>")
+    talk = Talk(real("qwen3"), noise=patterns)
+
+    def asked(n: int) -> list[Message]:
+        return [system(f"x-billing: {n}abc\nYou are an agent."), user(f"{TASK}<date>{n}</date>")]
+
+    first = talk.ask(asked(1), LOOK)
+    second = talk.ask([*asked(2), *first.answered("x")[2:]], BOTH)
+    steady = talk.ask([*asked(1), *second.answered("a", "b")[2:]], DONE)
+    assert talk.reasons == [None] * 3
+    assert "1abc" in talk.text(steady.prompt)
+    assert "2abc" not in talk.text(steady.prompt)
+    assert [turn.node.flags for turn in (first, second, steady)] == [[], ["noise_ignored"], []]
+    assert talk.trajectory().turns[1].flags == ["noise_ignored"]
+    changed = talk.ask([system("x-billing: 1abc\nYou are another."), *asked(1)[1:]], DONE)
+    assert changed.node.reason is ForkReason.SYSTEM_CHANGED
+    assert talk.ask(asked(7), DONE).node.reason is ForkReason.SIBLING
+    plain = Talk(real("qwen3"))
+    start = plain.ask(asked(1), LOOK)
+    assert plain.ask([*asked(2), *start.answered("x")[2:]], BOTH).node.reason is ForkReason.SYSTEM_CHANGED
+
+
+def test_reply_is_spliced_only_behind_its_own_opening() -> None:
+    """Under other template arguments a prompt may open the reply differently: what was sampled does not fit there."""
+    talk = Talk(real("qwen3"))
+    first, second, third = three_turns(talk)
+    again = Say("Certainly.", (call("bash", command="make test"),))
+    thoughtless = talk.ask([*third.history, user("Go on.")], again, args={"enable_thinking": False})
+    assert thoughtless.node.reason is ForkReason.TOOLS_CHANGED
+    assert thoughtless.prompt == talk.plain(thoughtless.request, thoughtless.node)
+    back = talk.ask(thoughtless.answered("ok"), "Yes.")
+    assert back.node.parent is third.node
+    assert contains(back.prompt, third.sampled)
+    assert not contains(back.prompt, thoughtless.sampled)

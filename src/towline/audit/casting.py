@@ -41,7 +41,9 @@ def cast(behaviours: Mapping[str, Behaviour], targets: Sequence[Target], convers
         rounds[names] = rounds.get(names, -1) + 1
         # The gateways of targets that are not primary have no socket.
         sockets = target.primary and index % _SOCKETS == 0
-        parts.append(Part(f"{behaviour.name}.{target.name}.{rounds[names]}".replace("+", "."), behaviour, target, sockets))
+        parts.append(
+            Part(f"{behaviour.name}.{target.name}.{rounds[names]}".replace("+", "."), behaviour, target, sockets)
+        )
     return parts
 
 

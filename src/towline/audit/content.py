@@ -57,7 +57,18 @@ TOOLS = (BASH, EDIT)
 
 _WORDS = (
     *("the", "parser", "keeps", "state", "between", "calls", "cache", "naïve", "façade", "résumé", "índice", "файл"),
-    *("設定", "を", "読む", "測試", "🙂", "tokenization", "uncharacteristically", "HTTPServer", "snake_case_name", "x_1"),
+    *(
+        "設定",
+        "を",
+        "読む",
+        "測試",
+        "🙂",
+        "tokenization",
+        "uncharacteristically",
+        "HTTPServer",
+        "snake_case_name",
+        "x_1",
+    ),
     *("3.14159", "0x1F", "2026-11-15", "don't", "re-entrant", "O(n log n)", "src/app.py", "--verbose", "&&", "≥"),
 )
 _COMMANDS = (

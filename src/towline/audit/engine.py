@@ -1,15 +1,15 @@
 """The engine under an audited gateway: a script chooses the ids, the embedded engine's model scores them.
 
-A request finds its line by the ticket that the harness sent as `seed`. Everything that reaches the model is logged as it
+A request finds its line by the seed that the harness sent with it. Everything that reaches the model is logged as it
 is, prompt and sampled ids of every single call: the log is the evidence that rows are compared with, and it knows
 nothing of graphs, turns that continue each other, or builders.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +23,6 @@ from towline.tokens.template import SentinelCodec
 
 _TAIL = 64
 """Prompt ids that tell whether the prompt has opened the reasoning."""
-_MOST_SAMPLES = 256
-"""More than one request asks for."""
 
 
 @dataclass(slots=True)
@@ -45,16 +43,18 @@ class Weights:
     def __init__(self, engine: EmbeddedEngine, folder: Path):
         self.engine = engine
         self.folder = folder
+        self._alone = asyncio.Lock()
 
     async def update(self, *, pause: bool = False) -> None:
         """Go to the next version; with `pause`, turns in flight are aborted first and go on afterwards."""
-        version = self.engine.version + 1
-        models.note_versions(self.folder, version)
-        if pause:
-            await self.engine.pause(PauseMode.ABORT)
-        await self.engine.update_weights(models.weights(self.folder, version), version)
-        if pause:
-            await self.engine.resume()
+        async with self._alone:
+            version = self.engine.version + 1
+            models.note_versions(self.folder, version)
+            if pause:
+                await self.engine.pause(PauseMode.ABORT)
+            await self.engine.update_weights(models.weights(self.folder, version), version)
+            if pause:
+                await self.engine.resume()
 
 
 class ScoringEngine:
@@ -65,19 +65,16 @@ class ScoringEngine:
         self.codec = codec
         self.calls: list[Call] = []
         self._inner = weights.engine
-        self._lines: dict[int, Line] = {}
-        self._tickets = count(1)
+        self._lines: dict[tuple[str, int], Line] = {}
         self._begun: dict[str, tuple[int, Ids | None]] = {}
         """By turn: the length of its prompt and the ids chosen for it, `None` if the model chooses."""
 
-    def ticket(self, lines: Sequence[Line]) -> int:
-        """A number to send as `seed`: the samples of the request say these lines, in order.
+    def teach(self, session: str, seed: int, lines: Sequence[Line]) -> None:
+        """The samples of the session's request that carries `seed` say these lines.
 
         Samples of one request have seeds that count from the one that was sent.
         """
-        ticket = next(self._tickets) * _MOST_SAMPLES
-        self._lines.update({ticket + place: line for place, line in enumerate(lines)})
-        return ticket
+        self._lines.update({(session, seed + place): line for place, line in enumerate(lines)})
 
     @property
     def info(self) -> EngineInfo:
@@ -105,7 +102,8 @@ class ScoringEngine:
         return sample
 
     async def _choose(self, request: SampleRequest) -> Ids | None:
-        line = self._lines.pop(request.seed or 0, None)
+        session = request.id.rpartition("-")[0]
+        line = self._lines.pop((session, request.seed or 0), None)
         if line is None:
             raise EngineError("the script has no line for this request: it should not have been sampled")
         line.begun.set()

@@ -5,6 +5,7 @@
     calls.arrow     every call of an engine: session, turn, prompt, sampled, logprobs, versions
     model-*/        the models: two sets of weights, and `versions.json` which says what version each is
     conversations.json, report.json
+    README.md       how to compute the logprobs again
 
 A row's token was sampled by the call with the row's `rollout_id` as session and the token's `turn_ids` as turn.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +53,47 @@ def rows_file(builder: BuilderName) -> str:
     return f"rows-{builder.value}.arrow"
 
 
+README = """\
+# Evidence of a fidelity audit
+
+`rows-*.arrow` are the training rows by builder, `calls.arrow` is every call of the engine, `model-*` are the models with
+the weights of each policy version, `report.json` is what the audit made of them. To compute the logprobs of the rows
+again, in this folder:
+
+```python
+import json
+from functools import cache
+from pathlib import Path
+
+import pyarrow.ipc as ipc
+import torch
+from towline.engines.embedded import load
+
+load = cache(load)
+
+def rows(builder):
+    return ipc.open_file(f"rows-{builder}.arrow").read_all().to_pylist()
+
+@torch.no_grad()
+def largest_difference(row):
+    "One forward pass for each version that the row has tokens of."
+    folder, ids = Path(row["model"]), torch.tensor(row["token_ids"])
+    weights = json.loads((folder / "versions.json").read_text())
+    largest = 0.0
+    for version in {version for version in row["policy_versions"] if version >= 0}:
+        model = load(folder / weights[str(version)])
+        places = [place for place, of in enumerate(row["policy_versions"]) if of == version]
+        before = model.hidden(ids[None])[0, torch.tensor(places) - 1]
+        logprobs = (before @ model.head.T).log_softmax(-1)
+        for place, computed in zip(places, logprobs):
+            largest = max(largest, abs(float(computed[ids[place]]) - row["logprobs"][place]))
+    return largest
+```
+
+`max(map(largest_difference, rows("exact")))` is the report's `max_abs_dlogp` of `exact`, up to rounding.
+"""
+
+
 def write_rows(out: Path, builder: BuilderName, rows: Sequence[Row]) -> None:
     table = traces_table([row.trace for row in rows])
     for name in _NAMES:
@@ -61,7 +104,11 @@ def write_rows(out: Path, builder: BuilderName, rows: Sequence[Row]) -> None:
 def read_rows(out: Path, builder: BuilderName) -> list[Row]:
     table = read_arrow(out / rows_file(builder))
     columns = [table.column(name).to_pylist() for name in _NAMES]
-    return [Row(*names, trace) for *names, trace in zip(*columns, traces_from_table(table), strict=True)]
+    return [Row(*fields) for fields in zip(*columns, traces_from_table(table), strict=True)]
+
+
+def write_readme(out: Path) -> None:
+    (out / "README.md").write_text(README, encoding="utf-8")
 
 
 def write_calls(out: Path, calls: Sequence[Call]) -> None:
@@ -81,4 +128,4 @@ def read_calls(out: Path) -> list[Call]:
 def _arrays(lists: pa.ListArray) -> list[np.ndarray[tuple[int], np.dtype[np.generic]]]:
     """The lists as views of one array."""
     values, bounds = lists.flatten().to_numpy(), np.cumsum([0, *lists.value_lengths().to_pylist()])
-    return [values[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [values[start:end] for start, end in pairwise(bounds)]

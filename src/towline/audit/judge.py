@@ -14,7 +14,7 @@ from towline.audit.play import Expected
 from towline.schema import BuilderName, Trajectory, TurnRole
 
 BOUND = 1e-4
-"""The largest |logp − recorded| that float32 arithmetic explains."""
+"""The largest difference of a logprob from the recorded one that float32 arithmetic explains."""
 
 
 @dataclass(slots=True)

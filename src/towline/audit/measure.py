@@ -97,7 +97,12 @@ def measure(
 
 
 def _measure(
-    conversation: str, builder: BuilderName, rows: Sequence[Row], log: Log, turns: Mapping[str, set[int]], scorer: Scorer
+    conversation: str,
+    builder: BuilderName,
+    rows: Sequence[Row],
+    log: Log,
+    turns: Mapping[str, set[int]],
+    scorer: Scorer,
 ) -> Measured:
     measured = Measured(conversation, builder)
     trained: dict[int, int] = {}
@@ -164,7 +169,7 @@ class Scorer:
         self._decoders: dict[Path, Decoder] = {}
 
     def differences(self, row: Row) -> Floats:
-        """|logp − recorded| of every sampled token of a row."""
+        """How far each sampled token's logprob is from the recorded one."""
         trace = row.trace
         places = np.flatnonzero(trace.turn_ids >= 0)
         differences = np.empty(len(places), np.float32)

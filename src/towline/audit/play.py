@@ -20,6 +20,7 @@ from towline.audit.engine import ScoringEngine, Weights
 from towline.audit.script import Line
 from towline.audit.targets import Target
 from towline.audit.wires import Wire
+from towline.errors import TowlineError
 from towline.gateway.session import Session
 
 Wired = dict[str, Any]
@@ -29,6 +30,9 @@ Shape = Callable[[list[Wired]], list[Wired]]
 
 FREE_TOKENS = (6, 14)
 _ENOUGH = 1024
+_SEED_BITS = 40
+_MOST_SAMPLES = 16
+"""More than one request asks for: their seeds count up."""
 
 
 @dataclass(slots=True)
@@ -52,6 +56,16 @@ class Expected:
     """The least number of policy versions in the session."""
     torn: bool = False
     """Some turn holds tokens of more than one version."""
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for what can only be looked at."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while not condition():
+        if loop.time() > deadline:
+            raise TowlineError(f"what the audit waits for has not come in {seconds:g} s")
+        await asyncio.sleep(0.001)
 
 
 class Play:
@@ -104,7 +118,9 @@ class Play:
         """A reply that asks for work to be done; `None` leaves a choice to chance."""
         random, abilities = self.random, self.target.abilities
         thinks = abilities.reasoning and (random.random() < 0.7 if reasoning is None else reasoning)
-        line = Line(reasoning=content.sentence(random) if thinks else None, split=self.split, seed=random.getrandbits(32))
+        line = Line(
+            reasoning=content.sentence(random) if thinks else None, split=self.split, seed=random.getrandbits(32)
+        )
         if abilities.tools:
             line.calls = tuple(content.call(random) for _ in range(calls))
             if abilities.text_beside_call and (random.random() < 0.3 if text is None else text):
@@ -134,10 +150,12 @@ class Play:
         **fields: Any,
     ) -> list[Wired]:
         """The choices of one completion. Samplers are asked for something else every time, which must not matter."""
+        seed = self.random.getrandbits(_SEED_BITS) * _MOST_SAMPLES
+        self.engine.teach(self.session.id, seed, lines)
         body: Wired = {
             "model": "audited",
             "messages": list(messages),
-            "seed": self.engine.ticket(lines),
+            "seed": seed,
             "temperature": self.random.choice((0.2, 0.7, 1.0)),
             "max_tokens": self.random.randint(*FREE_TOKENS) if any(line.free for line in lines) else _ENOUGH,
             "stream": self.stream,
@@ -156,6 +174,12 @@ class Play:
 
     def thread(self, **options: Any) -> Thread:
         return Thread(self, **options)
+
+    def aside(self) -> Play:
+        """The same for a thread that runs at the same time, with draws of its own."""
+        other = copy.copy(self)
+        other.random = Random(self.random.getrandbits(64))
+        return other
 
 
 class Thread:

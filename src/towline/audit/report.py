@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from towline.audit.behaviours import behaviours
 from towline.audit.judge import BOUND, Played, violations
 from towline.audit.measure import Figures, Measured
 from towline.schema import BuilderName
@@ -112,6 +113,7 @@ def make_report(
         for total in (report.builders, about.builders):
             _count(total, one, figures)
     report.conversations = len(names)
+    report.by_behaviour = {name: found for name in behaviours() if (found := report.by_behaviour.get(name))}
     for about in report.by_behaviour.values():
         about.builders = {name: about.builders[name] for name in BuilderName if name in about.builders}
     return report
@@ -139,7 +141,9 @@ def render(report: AuditReport, console: Console) -> None:
     console.print(_builders(report))
     console.print(_behaviours(report))
     if report.ok:
-        console.print(Text(f"exact: every token is where it was sampled, in {report.conversations} conversations", "green"))
+        console.print(
+            Text(f"exact: every token is where it was sampled, in {report.conversations} conversations", "green")
+        )
         return
     for line in report.violations[:_SHOWN_VIOLATIONS]:
         console.print(Text(f"✗ {visible(line)}", "red"))

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
@@ -33,9 +34,9 @@ from towline.audit.report import AuditReport, make_report
 from towline.audit.targets import Target, find
 from towline.audit.wires import InProcess, Sockets, Wire
 from towline.config import GatewaySettings
-from towline.dialects import all_dialects
+from towline.dialects.registry import all_dialects
 from towline.engines.embedded import EmbeddedEngine
-from towline.errors import ConfigError, TowlineError
+from towline.errors import ConfigError
 from towline.gateway.app import ProviderApp
 from towline.gateway.gateway import Gateway
 from towline.gateway.server import serving
@@ -105,9 +106,7 @@ async def run(options: AuditOptions, progress: Progress | None = None) -> AuditR
     options.out.mkdir(parents=True, exist_ok=True)
     tell = progress or (lambda done, total, label: None)
     tell(0, 1, "reading tokenizers and templates")
-    targets = await asyncio.to_thread(
-        find, options.targets, tokenizer=options.tokenizer, template=options.template
-    )
+    targets = await asyncio.to_thread(find, options.targets, tokenizer=options.tokenizer, template=options.template)
     chosen = behaviours()
     if options.behaviours is not None:
         if unknown := set(options.behaviours) - chosen.keys():
@@ -119,9 +118,9 @@ async def run(options: AuditOptions, progress: Progress | None = None) -> AuditR
     with tempfile.TemporaryDirectory(prefix="towline-audit-") as scratch:
         ordered = sorted(parts, key=lambda part: part.target.vocabulary)
         for vocabulary, group in groupby(ordered, key=lambda part: part.target.vocabulary):
-            label = f"playing on {vocabulary}"
+            done = partial(_tell_played, tell, results, total, f"playing on {vocabulary}")
             async with _staged(options, vocabulary, list(group), Path(scratch), results) as company:
-                await company.play(lambda: tell(len(results.played), total, label))
+                await company.play(done)
     _write(options.out, results)
     rows = {builder: len(found) for builder, found in results.rows.items()}
     report = await asyncio.to_thread(_report, options, results, targets, sum(rows.values()), tell)
@@ -130,10 +129,15 @@ async def run(options: AuditOptions, progress: Progress | None = None) -> AuditR
     return report
 
 
+def _tell_played(tell: Progress, results: _Results, total: int, label: str) -> None:
+    tell(len(results.played), total, label)
+
+
 def _write(out: Path, results: _Results) -> None:
     for builder, rows in results.rows.items():
         evidence.write_rows(out, builder, sorted(rows, key=lambda row: (row.model, row.conversation)))
     evidence.write_calls(out, results.calls)
+    evidence.write_readme(out)
     played = [one.as_json() for one in sorted(results.played, key=lambda one: one.conversation)]
     (out / "conversations.json").write_text(json.dumps(played, indent=1) + "\n", encoding="utf-8")
 
@@ -206,8 +210,6 @@ class _Company:
             self._keep(part, stage, played, await stage.gateway.seal(id, EndReason.EXITED))
             if capture == "plain":
                 self._keep(part, stage, played, _per_turn(session, part.target))
-        except TowlineError as error:
-            played.problems.append(f"{capture}: {type(error).__name__}: {error}")
         except Exception as error:
             # A defect anywhere behind the gateway is a finding about this conversation, not the end of the audit.
             played.problems.append(f"{capture}: {type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from towline.audit.content import TOOLS, neutral
 from towline.audit.script import Line, write
 from towline.conversation import Message, ToolCall
 from towline.errors import ConfigError
-from towline.tokens.codec import Frame
+from towline.tokens.codec import Frame, SpecialText
 from towline.tokens.jinja import ChatTemplate, TemplateError
 from towline.tokens.loading import load_codec, make_codec
 from towline.tokens.parser import Unwritable
@@ -28,6 +28,8 @@ from towline.tokens.tokenizer import Tokenizer
 
 BASE = "qwen3"
 """The tokenizer that lends its vocabulary to templates without one."""
+PLAIN = f"{BASE}+plain_special_text"
+"""That tokenizer with its own template, where text that spells a special token stays text."""
 
 _SPECIAL = re.compile(
     r"<\|[^|<>\s]{1,40}\|?>|<[^|<>\s]{1,40}\|>|<[|\uff5c][^|\uff5c<>\n]{1,40}[|\uff5c]>|</?s>|<bos>|<eos>"
@@ -58,7 +60,11 @@ class Abilities:
     """A user message may follow a result, or another user message."""
     prefill: bool = False
     closes: bool = False
-    """The end of a turn belongs to the turn; otherwise it opens the next message."""
+    """The end of a turn belongs to the turn."""
+    opens: bool = False
+    """The end of a turn is what opens the next message."""
+    plain_special_text: bool = False
+    """Text that spells a special token stays text."""
     text_round_trips: bool = False
     """A canonical answer is re-rendered to the ids it was sampled as."""
     call_round_trips: bool = False
@@ -88,20 +94,19 @@ def find(
     names: Sequence[str] | None = None, *, tokenizer: Path | None = None, template: Path | None = None
 ) -> list[Target]:
     """The targets: those named, else all at hand; and the user's own tokenizer and template beside them."""
-    templates = {name: path for name, path in assets.templates().items() if not name.endswith("_training")}
-    own = assets.tokenizers()
-    if names is None:
-        names = [*own, *(f"{BASE}+{name}" for name in templates)]
-    chosen = {}
-    for name in names:
-        if name.startswith(f"{BASE}+") and name[len(BASE) + 1 :] in templates:
-            chosen[name] = templates[name[len(BASE) + 1 :]]
-        elif name not in own:
-            known = ", ".join([*own, *(f"{BASE}+{name}" for name in templates)])
-            raise ConfigError(f"no audit target {name!r}; there are: {known}")
+    known = _known() if names is None or names else {}
+    chosen: dict[str, Path] = {}
     targets = []
-    for name in names:
-        if name in own:
+    for name in known if names is None else names:
+        if name not in known:
+            raise ConfigError(f"no audit target {name!r}; there are: {', '.join(known)}")
+        path = known[name]
+        if path is not None:
+            chosen[name] = path
+        elif name == PLAIN:
+            codec = load_codec(assets.tokenizer(BASE), special_text=SpecialText.PLAIN)
+            targets.append(_target(name, BASE, codec, primary=False))
+        else:
             targets.append(_target(name, name, load_codec(assets.tokenizer(name)), primary=True))
     if tokenizer is not None:
         name = f"{tokenizer.name}+{template.stem}" if template else tokenizer.name
@@ -112,6 +117,15 @@ def find(
     if not targets:
         raise ConfigError("the audit has no target: name one, or give a tokenizer or a template")
     return targets
+
+
+def _known() -> dict[str, Path | None]:
+    """The targets at hand by name, with the file of those that are only a template."""
+    templates = {name: path for name, path in assets.templates().items() if not name.endswith("_training")}
+    return {
+        **dict.fromkeys([*assets.tokenizers(), PLAIN]),
+        **{f"{BASE}+{name}": path for name, path in templates.items()},
+    }
 
 
 def _borrowed(templates: dict[str, Path]) -> Iterable[Target]:
@@ -165,15 +179,17 @@ class _Probe:
         answer = Message("assistant", "All of it is done.")
         thought = Message("assistant", "All of it is done.", "It is quite simple.")
         reasoning = self._says(thought, self.bare)
-        tools = self._says(called, self.frame) and self._continues(called, self.results[:1], self.frame)
+        tools = self._says(called, self.frame) and self._continues(called, self.results[:1])
         both = Message("assistant", "", None, self.calls)
+        beside = Message("assistant", "Now this.", None, self.calls[:1])
+        full = Message("assistant", "Now this.", "It is quite simple." if reasoning else None, self.calls[:1])
         reasoned_call = Message("assistant", "", "It is quite simple.", self.calls[:1])
         behind_results = self._shown([self.user, reasoned_call, self.results[0]], self.frame) if tools else ""
         return Abilities(
             system=self._accepts([Message("system", "Be brief."), self.user], self.bare, "Be brief."),
             tools=tools,
-            parallel=tools and self._says(both, self.frame) and self._continues(both, self.results, self.frame),
-            text_beside_call=tools and self._says(Message("assistant", "Now this.", None, self.calls[:1]), self.frame),
+            parallel=tools and self._says(both, self.frame) and self._continues(both, self.results),
+            text_beside_call=tools and self._says(beside, self.frame) and self._continues(full, self.results[:1]),
             reasoning=reasoning,
             keeps_reasoning=reasoning and tools and "quite simple" in behind_results,
             strips_reasoning=reasoning
@@ -182,7 +198,9 @@ class _Probe:
             notes=self._accepts([self.user, self.more], self.bare, "Go on.")
             and (not tools or self._accepts([self.user, called, self.results[0], self.more], self.frame, "Go on.")),
             prefill=self._prefills(),
+            plain_special_text=self.codec.special_text is SpecialText.PLAIN,
             closes=self._closes(answer),
+            opens=not self._closes(answer),
             text_round_trips=self._round_trips(answer, [self.more], self.bare),
             call_round_trips=tools and self._round_trips(called, self.results[:1], self.frame),
         )
@@ -200,7 +218,9 @@ class _Probe:
         return (read.text.strip(), read.reasoning, calls) == (reply.text, reply.reasoning, wanted)
 
     def _written(self, reply: Message, tail: str, frame: Frame) -> list[int]:
-        calls = tuple((call.name, dict(call.arguments)) for call in reply.tool_calls if isinstance(call.arguments, dict))
+        calls = tuple(
+            (call.name, dict(call.arguments)) for call in reply.tool_calls if isinstance(call.arguments, dict)
+        )
         return write(self.codec, Line(reply.text, reply.reasoning, calls), tail, frame.tools)
 
     def _shown(self, messages: Sequence[Message], frame: Frame, *, open: bool = True) -> str:
@@ -213,8 +233,10 @@ class _Probe:
     def _accepts(self, messages: Sequence[Message], frame: Frame, text: str) -> bool:
         return text in self._shown(messages, frame)
 
-    def _continues(self, reply: Message, new: Sequence[Message], frame: Frame) -> bool:
-        return all(message.text in self._shown([self.user, reply, *new], frame) for message in new)
+    def _continues(self, reply: Message, results: Sequence[Message]) -> bool:
+        """Whether the template shows the results of a reply's calls."""
+        shown = self._shown([self.user, reply, *results], self.frame)
+        return all(message.text in shown for message in results)
 
     def _prefills(self) -> bool:
         start = Message("assistant", "The answer begins")

@@ -1,9 +1,10 @@
 """What one continued turn costs the gateway, by the length of its history.
 
-A conversation is run through a real session until its history has the wanted length; then one more turn, the same at
-every length, is measured: CPU time of the whole process, the journal's thread included, with the garbage collector held.
-Parsing the request's JSON and writing the ids for the engine grow with the history whatever a gateway does; they are
-measured and reported apart. The baseline of the same run renders and encodes the whole history.
+A conversation is run through a real gateway, in this process and without sockets, until its history has the wanted
+length; then one more turn, the same at every length, is measured: CPU time of the whole process, the journal's thread
+included, with the garbage collector held. Parsing the request's JSON and writing the ids for the engine grow with the
+history whatever a gateway does; they are measured and reported apart. The baseline of the same run renders and encodes
+the whole history.
 
 Beside the times, which depend on the machine, the work itself is counted: how many messages were read and hashed and how
 many characters were rendered and encoded in that turn. None of these may grow with the history.
@@ -30,17 +31,20 @@ from towline import assets
 from towline.benchmarks.agent import LEAST_RESULT, Conversation, Printout, replies
 from towline.benchmarks.instant import InstantEngine
 from towline.benchmarks.spans import Stopwatch, Tally, Wrap, wrapped
-from towline.config import SessionSettings
+from towline.config import GatewaySettings
 from towline.dialects import chat
-from towline.dialects.base import Call
+from towline.dialects.base import Call, Known
+from towline.dialects.chat import ChatDialect
 from towline.errors import ConfigError, TowlineError
-from towline.gateway import records, turns
-from towline.gateway.journal import Journal, SyncMode
+from towline.gateway import app, records, turns
+from towline.gateway.app import ProviderApp
+from towline.gateway.gateway import Gateway, Opened
+from towline.gateway.journal import Journal
 from towline.gateway.session import Session
 from towline.tokens import fingerprint
-from towline.tokens.codec import Codec
+from towline.tokens.codec import Codec, Frame
 from towline.tokens.continuation import Planner
-from towline.tokens.graph import Node
+from towline.tokens.graph import Graph, Node
 from towline.tokens.jinja import ChatTemplate
 from towline.tokens.loading import load_codec
 from towline.tokens.tokenizer import Tokenizer
@@ -48,7 +52,7 @@ from towline.tokens.tokenizer import Tokenizer
 HISTORY_TOKENS = (1000, 8000, 32_000, 128_000)
 APART = ("json_parse", "send_ids")
 """Parts that are not in `ms_per_turn`: they grow with the body and the prompt, whoever handles them."""
-PARTS = ("json_parse", "read", "plan", "open", "sample", "send_ids", "parse_reply", "journal", "write")
+PARTS = ("json_parse", "read", "plan", "open", "sample", "send_ids", "parse_reply", "journal", "write", "serve")
 WORK = ("messages_read", "messages_hashed", "characters_rendered", "characters_encoded")
 MOST_RATIO = 2.0
 """How much dearer the longest history may be than the shortest."""
@@ -75,115 +79,128 @@ class Measured:
 
 
 class Rig:
-    """A gateway without its listeners: requests go through sessions as the provider listener sends them."""
+    """A gateway without its sockets: requests go through the provider listener's application, in this process."""
 
-    def __init__(self, codec: Codec, journal: Journal, turns: int):
+    def __init__(self, codec: Codec, data: Path, turns: int):
         """`turns` is how many turns the longest conversation may have."""
         self.codec = codec
-        self.journal = journal
-        self.dialect = chat.ChatDialect()
+        self.dialect = ChatDialect()
         self.engine = InstantEngine(replies(codec, turns), codec.tokenizer.size)
+        self.gateway = Gateway(self.engine, codec, GatewaySettings(data=data, journal="os"))
+        self.app = ProviderApp(self.gateway, [self.dialect])
         self.printout = Printout(codec.tokenizer)
         self._result = self.printout.cut(_RESULT, random.Random(0))
 
-    async def turn(self, session: Session, body: bytes, watch: Stopwatch) -> bytes:
-        """Answer one request, in the order of the provider listener; the response's body."""
-        with watch.part("json_parse"):
-            call = Call("generate", orjson.loads(body))
-        with watch.part("read"):
-            request, thread = session.read(self.dialect, call)
-        with watch.part("open"):
-            started = session.start(request, thread)
-        with watch.part("sample"):
-            error = await session.failed(started)
-        if error is not None:
-            raise error
-        with watch.part("write"):
-            response = self.dialect.write(request, session.answer(started, "bench")).body
-            await session.delivered(started)
-        with watch.part("json_parse"):
-            del call  # the parsed history goes with it: the other half of what parsing costs
-        return response
+    async def post(self, key: str, body: bytes) -> bytes:
+        """The gateway's answer to a request."""
+        headers = [(b"authorization", b"Bearer " + key.encode()), (b"content-length", b"%d" % len(body))]
+        path = self.dialect.routes[0].path
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        events = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[Any] = []
 
-    async def grown(self, tokens: int, seed: int) -> tuple[Session, Conversation]:
+        async def receive() -> Any:
+            if not events:
+                await asyncio.get_running_loop().create_future()  # the client stays, and says no more
+            return events.pop()
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        await self.app(scope, receive, send)
+        answer = b"".join(event.get("body", b"") for event in sent)
+        if not sent or sent[0]["status"] != 200:
+            raise TowlineError(f"the gateway refused a turn of the benchmark: {answer[:500].decode(errors='replace')}")
+        return answer
+
+    async def grown(self, tokens: int, seed: int) -> tuple[Opened, Conversation]:
         """A session whose conversation has a history of about `tokens` tokens and is to bring one tool result more."""
-        session = Session(f"bench{seed}x{tokens}", "", SessionSettings(), self.codec, self.engine, self.journal)
+        opened = await self.gateway.create({})
         conversation = Conversation(self.printout, seed)
-        unwatched = Stopwatch()
         while True:
-            response = await self.turn(session, conversation.body(), unwatched)
-            last = session.graph.nodes[-1]
+            response = await self.post(opened.key, conversation.body())
+            last = opened.session.graph.nodes[-1]
             left = tokens - last.end - len(last.sampled) - _OVERHEAD
             if left < LEAST_RESULT // 3:
                 break
             size = conversation.size()
             conversation.hear(response, left if left - size < LEAST_RESULT else size)
         conversation.take(response, [self._result])
-        return session, conversation
+        return opened, conversation
 
-    async def measure(self, tokens: int, seed: int) -> tuple[Measured, Session]:
-        """The CPU of one turn behind a history of about `tokens` tokens."""
-        session, conversation = await self.grown(tokens, seed)
-        before, body = session.graph.nodes[-1], conversation.body()
+    async def measure(self, tokens: int, seed: int) -> tuple[Measured, bytes]:
+        """The CPU of one turn behind a history of about `tokens` tokens; and that turn's request."""
+        opened, conversation = await self.grown(tokens, seed)
+        before, body = opened.session.graph.nodes[-1], conversation.body()
         watch, sent = Stopwatch(), self.engine.sent_ns
         with wrapped(_timed(watch)):
             gc.collect()
             gc.disable()
             try:
                 process, thread = time.process_time_ns(), time.thread_time_ns()
-                await self.turn(session, body, watch)
+                with watch.part("serve"):
+                    await self.post(opened.key, body)
                 thread, process = time.thread_time_ns() - thread, time.process_time_ns() - process
             finally:
                 gc.enable()
-        _check_continued(session, before)
+        _check_continued(opened.session.graph, before)
         spent = watch.spent
         spent["send_ids"] = self.engine.sent_ns - sent
         spent["sample"] -= spent["send_ids"]
         spent["journal"] += process - thread  # what other threads did is the journal's writing
         total = process - sum(spent[name] for name in APART)
-        return Measured(before.end, {name: spent[name] * _MS for name in PARTS}, total * _MS), session
+        return Measured(before.end, {name: spent[name] * _MS for name in PARTS}, total * _MS), body
 
     async def count(self, tokens: int, seed: int) -> dict[str, int]:
         """The operations of such a turn."""
-        session, conversation = await self.grown(tokens, seed)
-        before, tally = session.graph.nodes[-1], Tally(WORK)
+        opened, conversation = await self.grown(tokens, seed)
+        before, tally = opened.session.graph.nodes[-1], Tally(WORK)
         with wrapped(_counted(tally)):
-            await self.turn(session, conversation.body(), Stopwatch())
-        _check_continued(session, before)
+            await self.post(opened.key, conversation.body())
+        _check_continued(opened.session.graph, before)
         return tally.counts
 
-    def full_render(self, session: Session) -> float:
-        """Milliseconds of CPU to render and encode the last request from its beginning."""
-        thread = session.threads[-1]
-        frame = session.frames[session.graph.nodes[-1].key]
+    def full_render(self, body: bytes) -> float:
+        """Milliseconds of CPU to render and encode a request from its beginning."""
+        request, _ = self.dialect.read(Call("generate", orjson.loads(body)), Known())
+        frame = Frame(request.tools)
         began = time.thread_time_ns()
-        self.codec.prompt(thread.messages, frame)
+        self.codec.prompt(request.messages, frame)
         return (time.thread_time_ns() - began) * _MS
 
 
 def _timed(watch: Stopwatch) -> list[tuple[Any, str, Wrap]]:
-    """Which functions make up the parts that lie inside others."""
+    """Which functions make up the parts."""
     return [
+        (app, "_json", watch.timing("json_parse")),
+        (Session, "read", watch.timing("read")),
+        (Session, "start", watch.timing("open")),
         (Planner, "plan", watch.timing("plan")),
+        (turns, "sample", watch.timing("sample")),
         (turns, "read_reply", watch.timing("parse_reply")),
         (records, "turn_record", watch.timing("journal")),
         (records, "delivered_record", watch.timing("journal")),
         (Journal, "append", watch.timing("journal")),
+        (Session, "answer", watch.timing("write")),
+        (ChatDialect, "write", watch.timing("write")),
     ]
 
 
 def _counted(tally: Tally) -> list[tuple[Any, str, Wrap]]:
+    def characters(_: Any, tokenizer: Tokenizer, text: str, *__: Any) -> int:
+        return len(text)
+
+    encoders = [name for name in ("encode", "__call__") if name in vars(Tokenizer)]
     return [
         (chat, "read_message", tally.counting("messages_read", lambda *_: 1)),
         (fingerprint, "normal_text", tally.counting("messages_hashed", lambda *_: 1)),
         (ChatTemplate, "render", tally.counting("characters_rendered", lambda text, *_: len(text))),
-        (Tokenizer, "encode", tally.counting("characters_encoded", lambda _, tokenizer, text, *__: len(text))),
-        (Tokenizer, "__call__", tally.counting("characters_encoded", lambda _, tokenizer, text, *__: len(text))),
+        *((Tokenizer, name, tally.counting("characters_encoded", characters)) for name in encoders),
     ]
 
 
-def _check_continued(session: Session, before: Node) -> None:
-    node = session.graph.nodes[-1]
+def _check_continued(graph: Graph, before: Node) -> None:
+    node = graph.nodes[-1]
     if node.parent is not before or node.reason is not None:
         raise TowlineError(f"the measured turn did not continue its conversation (fork reason: {node.reason})")
 
@@ -206,7 +223,8 @@ async def _run(
     codec: Codec, lengths: tuple[int, ...], repeats: int, scratch: Path, progress: Callable[[str], None]
 ) -> dict[str, Any]:
     most_turns = lengths[-1] // LEAST_RESULT + 8
-    rig = Rig(codec, Journal.open(scratch / "journal", mode=SyncMode.OS), most_turns)
+    rig = Rig(codec, scratch, most_turns)
+    await rig.gateway.open()
     measured: dict[int, list[Measured]] = {length: [] for length in lengths}
     full: dict[int, list[float]] = {length: [] for length in lengths}
     try:
@@ -215,12 +233,12 @@ async def _run(
         for repeat in range(1, repeats + 1):
             progress(f"measuring turns, {repeat} of {repeats}")
             for length in lengths:
-                result, session = await rig.measure(length, repeat)
+                result, body = await rig.measure(length, repeat)
                 measured[length].append(result)
                 if repeat <= _FULL_RENDERS:
-                    full[length].append(rig.full_render(session))
+                    full[length].append(rig.full_render(body))
     finally:
-        await rig.journal.close()
+        await rig.gateway.close()
     return _result(codec, lengths, repeats, measured, full, work)
 
 
@@ -258,8 +276,8 @@ def _result(
 def render(result: Mapping[str, Any], console: Console) -> None:
     """Show a result to a person."""
     parts, work = result["parts"], result["work"]
-    title = f"CPU of one continued turn in ms ({result['codec']}, median of {result['repeats']})"
-    table = Table(title=title, title_justify="left")
+    console.print(f"CPU of one continued turn in ms ({result['codec']}, median of {result['repeats']})")
+    table = Table()
     table.add_column("history, tokens")
     for length in result["history_tokens"]:
         table.add_column(f"{length:,}", justify="right")

@@ -179,8 +179,8 @@ def _proc(pid: int, name: str) -> str:
 
 def render(result: Mapping[str, Any], console: Console) -> None:
     """Show a result to a person."""
-    title = f"Conversations of {result['turns']} turns growing to {result['history_tokens']:,} tokens"
-    table = Table(title=title, title_justify="left")
+    console.print(f"Conversations of {result['turns']} turns growing to {result['history_tokens']:,} tokens")
+    table = Table()
     for column in ("capture", "conversations", "turns", "CPU s", "turns per CPU s", "memory kept a turn"):
         table.add_column(column, justify="left" if column == "capture" else "right")
     for capture in ("exact", "plain"):

@@ -116,7 +116,7 @@ class Route:
     """A path of a dialect (`{name}` is one segment, `{name:path}` any rest) and the operation it names.
 
     Operations: `generate`; `count_tokens`; `models` and `model`; `probe` (an empty 200); `upgrade` (426, since there is no
-    WebSocket); `stored`, `stored_items` and `delete_stored` for answers that are kept under the id in the path.
+    WebSocket); `stored` and `delete_stored` for answers that are kept under the `{answer}` in the path.
     """
 
     method: str

@@ -1,233 +1,202 @@
-"""Input items of OpenAI's responses, read into neutral messages.
+"""One input item of OpenAI's responses, read into a neutral message by itself.
 
-What a model said in one turn comes back as several items: reasoning, a message, one item a call. They are put together
-again into the one assistant message that was sent. A new assistant message begins with an item that a turn would not have
-had after what is there: reasoning after words, words after words or calls. A call that was sampled in the same turn as
-the last assistant message joins it even behind results of its siblings, since the ids that Towline gave name the turn.
+What a model said in one turn comes back as several items: reasoning, a message, one item a call. Each is read into an
+assistant message of its own here; `responses_grouping` puts them together. Fields that mean nothing to a model (`id`,
+`status`, `phase`, `annotations`, what a vendor adds) are left out. What a provider did on its side is shown as the JSON
+that it is. An item that holds what only its provider can read is refused, because a model would miss it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from enum import Enum
 from typing import Any
 
-from towline.conversation import Media, Message, Role, ToolCall
+from towline.conversation import Message, Role, ToolCall
 from towline.dialects import media
+from towline.dialects import responses_native as native
 from towline.dialects.reading import (
-    as_list,
     as_object,
     as_text,
     check_depth,
+    missing,
     optional_list,
     optional_text,
     path,
     quoted,
     read_arguments,
     required_text,
-    wrong_type,
     wrong_value,
 )
+from towline.dialects.responses_content import read_content, read_media
+from towline.dialects.responses_tools import NAMESPACE, found_tools, qualified
 from towline.dialects.sealed import unseal
 from towline.dialects.sse import dump
 
-_ROLES: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal", "summary_text": "text"}
-_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+
+class Kind(Enum):
+    """What part of a conversation an item is."""
+
+    ASIDE = "aside"
+    """It says nothing to the model by itself."""
+    OTHERS = "others"
+    """Words of a user or of the system."""
+    RESULT = "result"
+    THOUGHT = "thought"
+    WORDS = "words"
+    CALL = "call"
+
+
+ADDITIONAL_TOOLS, CONFIGURATION, TOOL_SEARCH_OUTPUT = "additional_tools", "configuration_update", "tool_search_output"
+REFERENCE = "item_reference"
+_PICTURE = "image_generation_call"
+_ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ASIDE = frozenset((ADDITIONAL_TOOLS, CONFIGURATION))
+_DONE_ELSEWHERE = frozenset(
+    (
+        *("file_search_call", "computer_call", "web_search_call", "code_interpreter_call", _PICTURE, "mcp_call"),
+        *("mcp_approval_request", "mcp_list_tools", "program"),
+    )
+)
 _OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
-_PROVIDER_CALLS = frozenset(
-    (
-        *("file_search_call", "computer_call", "web_search_call", "tool_search_call", "image_generation_call"),
-        *("code_interpreter_call", "local_shell_call", "shell_call", "apply_patch_call", "mcp_call", "program"),
-        *("mcp_approval_request", "mcp_list_tools", "compaction", "compaction_summary", "context_compaction"),
-    )
-)
-"""Things a provider did: shown to the model as the JSON they are."""
-_PROVIDER_OUTPUTS = frozenset(
-    (
-        *("computer_call_output", "local_shell_call_output", "shell_call_output", "apply_patch_call_output"),
-        *("tool_search_output", "program_output", "mcp_approval_response"),
-    )
-)
-SILENT = frozenset(("additional_tools", "compaction_trigger", "configuration_update"))
-"""Items that say nothing to the model by themselves."""
-_MINTED = 9
-"""Length of the part of a minted call id that names its turn."""
+_NATIVE_OUTPUTS = frozenset(("local_shell_call_output", "shell_call_output", "apply_patch_call_output"))
+_SCREENSHOT = "computer_call_output"
+_JSON_OUTPUTS = frozenset(("program_output", "mcp_approval_response"))
+_RESULTS = _OUTPUTS | _NATIVE_OUTPUTS | _JSON_OUTPUTS | {_SCREENSHOT, TOOL_SEARCH_OUTPUT}
+_CALLS = frozenset(("function_call", "custom_tool_call", *native.CALLS))
+_REFUSED: Mapping[str, str] = {
+    "compaction": "it holds history that only its provider can read",
+    "compaction_summary": "it holds history that only its provider can read",
+    "context_compaction": "it holds history that only its provider can read",
+    "compaction_trigger": "nothing is compacted here; ask the model for a summary",
+}
+_LITERAL = _DONE_ELSEWHERE | _RESULTS - _OUTPUTS | frozenset(native.CALLS) | _ASIDE
+"""Items whose values count as JSON and not only by Python's `==` (see `Known.literal`)."""
+_NAMES_ONLY = ("id", "status", "fingerprint")
+"""Fields of a provider's item that tell a model nothing."""
 
 
-def add_item(messages: list[Message], item: Any, where: str) -> bool:
-    """Put an item behind `messages`; whether it began a new message (else it joined the last assistant message)."""
-    if isinstance(item, str):
-        messages.append(Message("user", item))
-        return True
+def type_of(item: Mapping[str, Any], where: str = "") -> str:
+    """The type of an item: a message if it does not say, or a reference if it is no more than an id."""
+    kind = optional_text(item, "type", where)
+    return kind or (REFERENCE if "id" in item and "role" not in item else "message")
+
+
+def kind_of(item: Mapping[str, Any]) -> Kind:
+    """What part of a conversation an item is that was read."""
+    kind = type_of(item)
+    if kind == "message":
+        return Kind.WORDS if item["role"] == "assistant" else Kind.OTHERS
+    if kind == "reasoning":
+        return Kind.THOUGHT
+    if kind in _CALLS:
+        return Kind.CALL
+    if kind in _RESULTS:
+        return Kind.RESULT
+    return Kind.ASIDE if kind in _ASIDE else Kind.WORDS
+
+
+def is_literal(item: Mapping[str, Any]) -> bool:
+    """Whether values of an item that was read count as JSON and not only by Python's `==`."""
+    return item.get("type") in _LITERAL or isinstance(item.get("arguments"), dict)
+
+
+def read_item(item: Any, where: str) -> Message | None:
+    """What the item at path `where` says; `None` if it says nothing to the model."""
     source = as_object(item, where)
     check_depth(source, where)
-    kind = optional_text(source, "type", where) or "message"
+    kind = type_of(source, where)
     if kind == "message":
-        return _add_message(messages, source, where)
+        return _message(source, where)
     if kind == "reasoning":
-        return _add_reasoning(messages, _reasoning(source, where))
+        return Message("assistant", reasoning=_reasoning(source, where))
     if kind in _CALLS:
-        return _add_call(messages, _call(source, kind, where))
-    if kind in _OUTPUTS:
-        id = required_text(source, "call_id", where)
-        text, attached = _output(source.get("output"), path(where, "output"))
-        messages.append(Message("tool", text, tool_call_id=id, media=attached))
-        return True
-    if kind in _PROVIDER_OUTPUTS:
-        messages.append(Message("tool", _as_json(source), tool_call_id=optional_text(source, "call_id", where) or ""))
-        return True
-    if kind in _PROVIDER_CALLS:
-        return _add_words(messages, _as_json(source), ())
-    if kind == "item_reference":
+        return Message("assistant", tool_calls=(_call(source, kind, where),))
+    if kind in _RESULTS:
+        return _result(source, kind, where)
+    if kind in _DONE_ELSEWHERE:
+        return _done_elsewhere(source, kind, where)
+    if kind in _ASIDE:
+        return None
+    if kind in _REFUSED:
+        wrong_value(where, _REFUSED[kind])
+    if kind == REFERENCE:
         wrong_value(where, f"item {quoted(required_text(source, 'id', where))} is not stored; send the item itself")
     wrong_value(path(where, "type"), f"{quoted(kind)} is not a supported type of item")
 
 
-def holds_objects(item: Any) -> bool:
-    """Whether values of the item count as JSON and not only by Python's `==` (see `Known.literal`)."""
-    return isinstance(item, dict) and item.get("type") in (*_PROVIDER_CALLS, *_PROVIDER_OUTPUTS, *_CALLS)
-
-
-def _as_json(source: Mapping[str, Any]) -> str:
-    """An item of the provider's without what names it only."""
-    return dump({name: value for name, value in source.items() if name not in ("id", "status")}).decode()
-
-
-def _add_message(messages: list[Message], source: Mapping[str, Any], where: str) -> bool:
-    name = required_text(source, "role", where)
-    if name not in _ROLES:
-        wrong_value(path(where, "role"), f"{quoted(name)} is not one of {', '.join(_ROLES)}")
-    text, attached = _output(source.get("content"), path(where, "content"))
-    role = _ROLES[name]
-    if role == "assistant":
-        return _add_words(messages, text, attached)
-    messages.append(Message(role, text, media=attached))
-    return True
-
-
-def _add_words(messages: list[Message], text: str, attached: tuple[Media, ...]) -> bool:
-    last = messages[-1] if messages else None
-    if last is not None and last.role == "assistant" and not last.text and not last.tool_calls:
-        messages[-1] = replace(last, text=text, media=attached, fingerprint=None)
-        return False
-    messages.append(Message("assistant", text, media=attached))
-    return True
-
-
-def _add_reasoning(messages: list[Message], reasoning: str | None) -> bool:
-    last = messages[-1] if messages else None
-    if last is not None and last.role == "assistant" and not last.text and not last.tool_calls:
-        together = "\n".join(filter(None, (last.reasoning, reasoning))) or None
-        messages[-1] = replace(last, reasoning=together, fingerprint=None)
-        return False
-    messages.append(Message("assistant", "", reasoning))
-    return True
-
-
-def _add_call(messages: list[Message], call: ToolCall) -> bool:
-    last = messages[-1] if messages else None
-    if last is not None and last.role == "assistant":
-        messages[-1] = replace(last, tool_calls=(*last.tool_calls, call), fingerprint=None)
-        return False
-    place = len(messages) - 1
-    while place >= 0 and messages[place].role == "tool":
-        place -= 1
-    if place >= 0 and (siblings := messages[place].tool_calls) and _same_turn(siblings[-1].id, call.id):
-        messages[place] = replace(messages[place], tool_calls=(*siblings, call), fingerprint=None)
-        return False
-    messages.append(Message("assistant", "", None, (call,)))
-    return True
-
-
-def _same_turn(one: str, other: str) -> bool:
-    a, b = ("".join(filter(str.isalnum, id)) for id in (one, other))
-    return a != b and len(a) == len(b) and a.startswith("call") and a[:_MINTED] == b[:_MINTED]
+def _message(source: Mapping[str, Any], where: str) -> Message:
+    role = required_text(source, "role", where)
+    if role not in _ROLES:
+        wrong_value(path(where, "role"), f"{quoted(role)} is not one of {', '.join(_ROLES)}")
+    if "content" not in source:
+        missing(path(where, "content"))
+    text, attached = read_content(source["content"], path(where, "content"))
+    return Message(_ROLES[role], text, media=attached)
 
 
 def _reasoning(source: Mapping[str, Any], where: str) -> str | None:
     """What was thought: sealed in `encrypted_content`, else its content, else its summary."""
     sealed = optional_text(source, "encrypted_content", where)
-    if sealed and (text := unseal(sealed)) is not None:
-        return text or None
-    for name in ("content", "summary"):
-        parts = optional_list(source, name, where)
-        if parts:
-            here = path(where, name)
-            texts = [
-                as_text(as_object(part, f"{here}[{index}]").get("text"), f"{here}[{index}].text")
-                for index, part in enumerate(parts)
-            ]
-            return "\n".join(texts) or None
-    return None
+    texts = {name: _thoughts(source, name, where) for name in ("content", "summary")}
+    opened = unseal(sealed) if sealed else None
+    return opened or texts["content"] or texts["summary"] or None
+
+
+def _thoughts(source: Mapping[str, Any], name: str, where: str) -> str:
+    here = path(where, name)
+    return "\n".join(
+        as_text(as_object(part, f"{here}[{index}]").get("text"), f"{here}[{index}].text")
+        for index, part in enumerate(optional_list(source, name, where) or ())
+    )
 
 
 def _call(source: Mapping[str, Any], kind: str, where: str) -> ToolCall:
+    if kind in native.CALLS:
+        own = native.CALLS[kind]
+        # A search by the provider has no call id.
+        id = optional_text(source, "call_id", where) or optional_text(source, "id", where) or ""
+        return ToolCall(id, own.type, native.call_arguments(own, source, where))
     id = required_text(source, "call_id", where)
-    name = qualified(required_text(source, "name", where), optional_text(source, "namespace", where))
+    name = qualified(required_text(source, "name", where), optional_text(source, NAMESPACE, where))
     if kind == "custom_tool_call":
         return ToolCall(id, name, optional_text(source, "input", where) or "", custom=True)
     return ToolCall(id, name, read_arguments(source.get("arguments"), path(where, "arguments")))
 
 
-def qualified(name: str, namespace: str | None) -> str:
-    """A tool of a namespace under one name."""
-    return f"{namespace}.{name}" if namespace else name
+def _result(source: Mapping[str, Any], kind: str, where: str) -> Message:
+    id = optional_text(source, "call_id", where) or ""
+    if kind in _OUTPUTS:
+        name = qualified(optional_text(source, "name", where) or "", optional_text(source, NAMESPACE, where))
+        if not id and not name:
+            missing(path(where, "call_id"))
+        if "output" not in source:
+            missing(path(where, "output"))
+        text, attached = read_content(source["output"], path(where, "output"))
+        return Message("tool", text, tool_call_id=id, name=name, media=attached)
+    if kind == TOOL_SEARCH_OUTPUT:
+        functions = [tool.as_function()["function"] for tool in found_tools(source, where)]
+        return Message("tool", dump(functions).decode(), tool_call_id=id, name=native.TOOL_SEARCH.type)
+    if kind in _NATIVE_OUTPUTS:
+        # The id of a local shell's output is that of its call.
+        id = id or optional_text(source, "id", where) or ""
+        return Message("tool", native.result_text(source, kind, where), tool_call_id=id)
+    if kind == _SCREENSHOT:
+        where = path(where, "output")
+        shown = as_object(source.get("output"), where)
+        picture = read_media(shown, required_text(shown, "type", where), 0, where)
+        return Message("tool", tool_call_id=id, media=(picture,))
+    return Message("tool", _as_json(source), tool_call_id=id)
 
 
-def _output(content: Any, where: str) -> tuple[str, tuple[Media, ...]]:
-    """Text and media of a message or of a tool's output."""
-    if content is None:
-        return "", ()
-    if isinstance(content, str):
-        return content, ()
-    if not isinstance(content, list):
-        wrong_type(where, "a string or an array of parts", content)
-    texts: list[str] = []
-    attached: list[Media] = []
-    length = 0
-    for index, part in enumerate(as_list(content, where)):
-        here = f"{where}[{index}]"
-        if isinstance(part, str):
-            texts.append(part)
-            length += len(part)
-            continue
-        kind = required_text(as_object(part, here), "type", here)
-        if kind in _TEXTS:
-            text = as_text(part.get(_TEXTS[kind]), path(here, _TEXTS[kind]))
-            texts.append(text)
-            length += len(text)
-        else:
-            attached.append(_media(part, kind, length, here))
-    return "".join(texts), tuple(attached)
+def _done_elsewhere(source: Mapping[str, Any], kind: str, where: str) -> Message:
+    """What a provider did, as the JSON that it is; a picture that it made as a picture."""
+    if kind != _PICTURE or not (data := optional_text(source, "result", where)):
+        return Message("assistant", _as_json(source))
+    form = optional_text(source, "output_format", where) or "png"
+    picture = media.from_base64("image", data, f"image/{form}", 0, path(where, "result"))
+    return Message("assistant", _as_json(source, "result"), media=(picture,))
 
 
-def _media(part: Mapping[str, Any], kind: str, offset: int, where: str) -> Media:
-    if kind in ("input_image", "computer_screenshot"):
-        url = part.get("image_url")
-        if isinstance(url, dict):
-            url = url.get("url")
-        if url is None:
-            wrong_value(where, "no files are stored here, so `image_url` is needed")
-        return media.from_url("image", as_text(url, path(where, "image_url")), offset, path(where, "image_url"))
-    if kind == "input_file":
-        data = optional_text(part, "file_data", where)
-        if data:
-            if data[:5].lower() == "data:":
-                return media.from_url("file", data, offset, path(where, "file_data"))
-            return media.from_base64("file", data, "application/octet-stream", offset, path(where, "file_data"))
-        url = optional_text(part, "file_url", where)
-        if url:
-            return media.from_url("file", url, offset, path(where, "file_url"))
-        wrong_value(where, "no files are stored here, so `file_data` or `file_url` is needed")
-    if kind == "input_audio":
-        here = path(where, "input_audio")
-        source = as_object(part.get("input_audio"), here)
-        form = required_text(source, "format", here)
-        return media.from_base64("audio", required_text(source, "data", here), f"audio/{form}", offset, here)
-    wrong_value(path(where, "type"), f"{quoted(kind)} is not a supported type of part")
+def _as_json(source: Mapping[str, Any], *without: str) -> str:
+    return dump({name: value for name, value in source.items() if name not in (*_NAMES_ONLY, *without)}).decode()

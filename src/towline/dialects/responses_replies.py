@@ -1,34 +1,46 @@
 """Neutral answers in the shape of OpenAI's responses, whole or as its stream of events.
 
 A reply is a list of items: reasoning, a message, one item a call. Both ways carry the same items; the stream builds them
-up event by event, numbered in order.
+up event by event, numbered in order. The id of an item names its answer and its place there, which is how the items of a
+turn are known when they come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
-from towline.conversation import Answer, Finish, Reply, Request, ToolCall, Usage
+from towline.conversation import Answer, Finish, Request, Tool, ToolCall, Usage
+from towline.dialects import responses_native as native
 from towline.dialects import sse
 from towline.dialects.base import Response
 from towline.dialects.openai_errors import JSON_HEADERS, error_body
+from towline.dialects.responses_grouping import item_id
+from towline.dialects.responses_tools import found_tools, namespace_of
 from towline.dialects.sealed import seal
-from towline.errors import ApiError
+from towline.errors import ApiError, ErrorKind
 
 PREFIX = "resp_"
-_EMPTY: dict[str, dict[str, Any]] = {
+_LEAST_LOGPROB = -9999.0
+"""OpenAI's figure for a token that is all but impossible; JSON has no infinity."""
+_CUT = {Finish.LENGTH: "max_output_tokens", Finish.ABORT: "content_filter"}
+"""Why an answer is incomplete. One that was cut short for good is neither to be trusted nor continued."""
+_EMPTY: Mapping[str, dict[str, Any]] = {
     "reasoning": {"summary": []},
     "message": {"content": []},
     "function_call": {"arguments": ""},
+    "custom_tool_call": {"input": ""},
 }
-"""How an item begins in a stream; any other kind has an `input`."""
+"""How an item begins in a stream."""
+_REPEATED = ("max_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+"""Fields of the request that the answer repeats as they are."""
 
 
 def whole(request: Request, answer: Answer) -> Response:
-    body = _response(request, answer.id, answer.created, answer.model, answer.replies[0], answer.usage)
-    body["output"] = _items(request, answer)
-    return Response(200, sse.dump(body), dict(JSON_HEADERS))
+    """The answer as one `response`."""
+    body = _response(request, answer.id, answer.created, answer.model)
+    return Response(200, sse.dump(_finished(body, request, answer)), dict(JSON_HEADERS))
 
 
 class ResponsesStream:
@@ -36,9 +48,7 @@ class ResponsesStream:
 
     def __init__(self, request: Request, id: str, created: int, model: str):
         self._request = request
-        self._id = id
-        self._created = created
-        self._model = model
+        self._response = _response(request, id, created, model)
         self._number = 0
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -47,28 +57,28 @@ class ResponsesStream:
         return data
 
     def start(self) -> bytes:
-        response = _response(self._request, self._id, self._created, self._model, None, None)
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._response) for kind in kinds)
 
     def ping(self) -> bytes:
         return sse.comment("ping")
 
     def finish(self, answer: Answer) -> Iterable[bytes]:
-        items = _items(self._request, answer)
-        for index, item in enumerate(items):
+        body = _finished(self._response, self._request, answer)
+        for index, item in enumerate(body["output"]):
             yield from self._item(index, item)
-        body = _response(self._request, self._id, self._created, self._model, answer.replies[0], answer.usage)
-        body["output"] = items
         yield self._event(f"response.{body['status']}", response=body)
 
     def error(self, error: ApiError) -> bytes:
-        body = _response(self._request, self._id, self._created, self._model, None, None)
-        detail = error_body(error)
-        body["status"] = "failed"
-        body["error"] = {"code": detail["code"] or "server_error", "message": detail["message"]}
-        return self._event("response.failed", response=body)
+        """OpenAI's clients raise what is in `error`; Codex acts on `response.failed`."""
+        detail = failure(error)
+        detail["code"] = detail["code"] or ("server_error" if error.kind is ErrorKind.INTERNAL else "invalid_prompt")
+        if error.kind is ErrorKind.RATE_LIMIT and error.retry_after is not None:
+            # No header can say it any more; clients read it from the text.
+            detail["message"] += f" Please try again in {error.retry_after:g}s."
+        flat = {name: detail[name] for name in ("code", "message", "param")}
+        body = {**self._response, "status": "failed", "error": {"code": detail["code"], "message": detail["message"]}}
+        return self._event("error", **flat, error=detail) + self._event("response.failed", response=body)
 
     def _item(self, index: int, item: dict[str, Any]) -> Iterator[bytes]:
         kind, place = item["type"], {"item_id": item["id"], "output_index": index}
@@ -82,7 +92,7 @@ class ResponsesStream:
                 yield self._event("response.function_call_arguments.delta", **place, delta=piece)
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **place, **done)
-        else:
+        elif kind == "custom_tool_call":
             for piece in sse.pieces(item["input"]):
                 yield self._event("response.custom_tool_call_input.delta", **place, delta=piece)
             yield self._event("response.custom_tool_call_input.done", **place, input=item["input"])
@@ -91,8 +101,7 @@ class ResponsesStream:
     def _summary(self, item: dict[str, Any], place: dict[str, Any]) -> Iterator[bytes]:
         for number, part in enumerate(item["summary"]):
             where = {**place, "summary_index": number}
-            empty = {**part, "text": ""}
-            yield self._event("response.reasoning_summary_part.added", **where, part=empty)
+            yield self._event("response.reasoning_summary_part.added", **where, part={**part, "text": ""})
             for piece in sse.pieces(part["text"]):
                 yield self._event("response.reasoning_summary_text.delta", **where, delta=piece)
             yield self._event("response.reasoning_summary_text.done", **where, text=part["text"])
@@ -108,88 +117,117 @@ class ResponsesStream:
             yield self._event("response.content_part.done", **where, part=part)
 
 
+def failure(error: ApiError) -> dict[str, Any]:
+    """What stands under `error`; a field that is named in the words of chat completions in those of responses."""
+    detail = error_body(error)
+    if error.kind is ErrorKind.CONTEXT_LENGTH and detail["param"] == "messages":
+        detail["param"] = "input"
+    return detail
+
+
 def _begun(item: dict[str, Any]) -> dict[str, Any]:
-    """An item as it is when it has just begun."""
-    begun = {**item, **_EMPTY.get(item["type"], {"input": ""})}
+    """An item as it is when it has just begun; one that has no events of its own is there at once."""
+    begun = {**item, **_EMPTY.get(item["type"], {})}
     if "status" in begun:
         begun["status"] = "in_progress"
     begun.pop("encrypted_content", None)
     return begun
 
 
-def _response(
-    request: Request, id: str, created: int, model: str, reply: Reply | None, usage: Usage | None
-) -> dict[str, Any]:
-    wire = request.wire
-    cut = reply is not None and reply.finish in (Finish.LENGTH, Finish.ABORT)
-    reason = "max_output_tokens" if reply is not None and reply.finish is Finish.LENGTH else "content_filter"
-    previous = wire.get("previous")
+def _response(request: Request, id: str, created: int, model: str) -> dict[str, Any]:
+    """The answer before there is anything of it."""
+    wire, sampling = request.wire, request.sampling
     return {
         "id": PREFIX + id,
         "object": "response",
         "created_at": created,
-        "status": "in_progress" if reply is None else "incomplete" if cut else "completed",
+        "status": "in_progress",
         "background": False,
+        "completed_at": None,
         "error": None,
-        "incomplete_details": {"reason": reason} if cut else None,
+        "incomplete_details": None,
         "instructions": wire.get("instructions"),
-        "max_output_tokens": request.sampling.max_tokens,
+        "max_output_tokens": sampling.max_tokens,
         "metadata": wire.get("metadata", {}),
         "model": model,
         "output": [],
         "parallel_tool_calls": wire.get("parallel", True),
-        "previous_response_id": previous,
-        "reasoning": {"effort": request.template_args.get("reasoning_effort"), "summary": None},
+        "previous_response_id": wire.get("previous"),
+        "reasoning": {"effort": None, "summary": None, **wire.get("reasoning", {})},
         "service_tier": "default",
         "store": wire.get("store", True),
-        "temperature": 1.0 if request.sampling.temperature is None else request.sampling.temperature,
-        "text": {"format": {"type": "text"}},
+        "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+        "text": {"format": {"type": "text"}, **wire.get("text", {})},
         "tool_choice": wire.get("tool_choice", "auto"),
         "tools": wire.get("tools", []),
-        "top_p": 1.0 if request.sampling.top_p is None else request.sampling.top_p,
+        "top_logprobs": 0,
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
         "truncation": "disabled",
-        "usage": None if usage is None else _usage(usage),
-        "user": None,
+        "usage": None,
+        **{name: wire.get(name) for name in _REPEATED},
     }
 
 
+def _finished(body: dict[str, Any], request: Request, answer: Answer) -> dict[str, Any]:
+    reason = _CUT.get(answer.replies[0].finish)
+    ending: dict[str, Any] = {"status": "completed", "completed_at": answer.created}
+    if reason is not None:
+        ending = {"status": "incomplete", "incomplete_details": {"reason": reason}}
+    return {**body, **ending, "output": _items(request, answer), "usage": _usage(answer.usage)}
+
+
 def _items(request: Request, answer: Answer) -> list[dict[str, Any]]:
-    """The items of a reply; a reply of nothing at all is an empty message."""
-    reply, id = answer.replies[0], answer.id
-    status = "incomplete" if reply.finish in (Finish.LENGTH, Finish.ABORT) else "completed"
+    """The items of a reply; one of neither words nor calls has an empty message, for the client to send back."""
+    reply = answer.replies[0]
     items: list[dict[str, Any]] = []
     if reply.reasoning:
-        item = {"id": f"rs_{id}", "type": "reasoning", "summary": [{"type": "summary_text", "text": reply.reasoning}]}
-        items.append({**item, "encrypted_content": seal(reply.reasoning)} if request.wire.get("sealed") else item)
+        item: dict[str, Any] = {"type": "reasoning", "summary": [{"type": "summary_text", "text": reply.reasoning}]}
+        if request.wire.get("sealed"):
+            item["encrypted_content"] = seal(reply.reasoning)
+        items.append({"id": item_id("rs", answer.id, 0), **item})
     if reply.text or not reply.tool_calls:
         part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": _logprobs(request, answer)}
-        message = {"id": f"msg_{id}", "type": "message", "status": status, "role": "assistant", "content": [part]}
-        items.append(message)
-    items += [_call(call, request, f"{id}{index}") for index, call in enumerate(reply.tool_calls)]
+        status = "incomplete" if reply.finish in _CUT else "completed"
+        message = {"type": "message", "status": status, "role": "assistant", "content": [part]}
+        items.append({"id": item_id("msg", answer.id, len(items)), **message})
+    for call in reply.tool_calls:
+        prefix, item = _call(call, request)
+        items.append({"id": item_id(prefix, answer.id, len(items)), **item, "status": "completed"})
     return items
 
 
-def _call(call: ToolCall, request: Request, id: str) -> dict[str, Any]:
-    name, namespace = call.name, None
-    if "." in name and any(_is_namespace(tool, name) for tool in request.wire.get("tools", ())):
-        namespace, name = name.split(".", 1)
-    item: dict[str, Any] = {"call_id": call.id, "name": name, "status": "completed"}
+def _call(call: ToolCall, request: Request) -> tuple[str, dict[str, Any]]:
+    """The item of a call, and what its id begins with."""
+    tool = _declared(call.name, request)
+    own = native.NATIVE.get(tool.extra.get("type", "")) if tool is not None else None
+    if own is not None and (item := native.call_item(own, call.arguments)) is not None:
+        return own.prefix, {**item, "call_id": call.id}
+    name, namespace = (call.name, None) if tool is None else namespace_of(tool)
+    item = {"call_id": call.id, "name": name, **({"namespace": namespace} if namespace else {})}
+    arguments = sse.dump_arguments(call.arguments)
     if call.custom:
-        item |= {"id": f"ctc_{id}", "type": "custom_tool_call", "input": sse.dump_arguments(call.arguments)}
-    else:
-        item |= {"id": f"fc_{id}", "type": "function_call", "arguments": sse.dump_arguments(call.arguments)}
-    return {**item, "namespace": namespace} if namespace else item
+        return "ctc", {"type": "custom_tool_call", **item, "input": arguments}
+    return "fc", {"type": "function_call", **item, "arguments": arguments}
 
 
-def _is_namespace(tool: Any, name: str) -> bool:
-    return isinstance(tool, dict) and tool.get("type") == "namespace" and name.startswith(f"{tool.get('name')}.")
+def _declared(name: str, request: Request) -> Tool | None:
+    """The tool that a model calls by this name: declared, or found by a search."""
+    found = (tool for item in request.wire.get("found", ()) for tool in found_tools(item, ""))
+    return next((tool for tool in chain(request.tools, found) if tool.name == name), None)
 
 
 def _logprobs(request: Request, answer: Answer) -> list[dict[str, Any]]:
     if answer.logprobs is None or not request.wire.get("logprobs"):
         return []
     return [
-        {"token": t.text, "logprob": t.logprob, "bytes": list(t.data), "top_logprobs": []} for t in answer.logprobs(0)
+        {
+            "token": token.text,
+            # The comparison is false for NaN as well, which JSON has no word for either.
+            "logprob": token.logprob if token.logprob > _LEAST_LOGPROB else _LEAST_LOGPROB,
+            "bytes": list(token.data),
+            "top_logprobs": [],
+        }
+        for token in answer.logprobs(0)
     ]
 
 

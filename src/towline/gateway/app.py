@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from towline.gateway.session import Session, Turns
 log = logging.getLogger("towline.gateway")
 _IN_PATH = re.compile(r"/s/([A-Za-z0-9_-]{8,200})(/.*)")
 _PIECE = 65_536
+_STORED = ("stored", "delete_stored")
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -98,7 +98,7 @@ class Connection:
     async def begin_stream(self, stream: Stream) -> bytes:
         """Send the headers; the first bytes, to go out with what follows."""
         self.stream = stream
-        await self.begin(200, _SSE)
+        await self.begin(200, {**_SSE, "content-type": getattr(stream, "content_type", _SSE["content-type"])})
         return stream.start()
 
     async def write(self, data: bytes) -> None:
@@ -133,7 +133,10 @@ class ProviderApp:
         self.only = only
         self._fallback = dialects[0]
         self._routes = [(_pattern(route), route, dialect) for dialect in dialects for route in dialect.routes]
-        self._fixed = {(r.method, r.path): (r, d) for _, r, d in self._routes if "{" not in r.path}
+        self._fixed: dict[tuple[str, str], list[tuple[Route, Dialect]]] = {}
+        for _, route, dialect in self._routes:
+            if "{" not in route.path:
+                self._fixed.setdefault((route.method, route.path), []).append((route, dialect))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -142,8 +145,11 @@ class ProviderApp:
         dialect = self._fallback
         try:
             path, key = _split_path(scope)
-            route, dialect, values = self._find(scope["method"], path)
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            route, dialect, values = self._find(scope["method"], path, headers)
+            if route.operation == "probe":
+                await connection.respond(Response(200, b""))
+                return
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
             session = self._authenticate(key, headers, query)
             await self._serve(connection, session, dialect, route, Call(route.operation, {}, headers, query, values))
@@ -160,18 +166,25 @@ class ProviderApp:
         finally:
             connection.close()
 
-    def _find(self, method: str, path: str) -> tuple[Route, Dialect, dict[str, str]]:
+    def _find(self, method: str, path: str, headers: dict[str, str]) -> tuple[Route, Dialect, dict[str, str]]:
+        """The route of a path. Where several dialects name it, the one that claims the headers, else the first."""
         fixed = self._fixed.get((method, path))
         if fixed is not None:
-            return fixed[0], fixed[1], {}
-        other: Dialect | None = None
+            return *_claimed(fixed, headers), {}
+        matches: list[tuple[Route, Dialect]] = []
+        values: list[dict[str, str]] = []
+        known = False
         for pattern, route, dialect in self._routes:
             found = pattern.fullmatch(path)
             if found is not None:
+                known = True
                 if route.method == method:
-                    return route, dialect, found.groupdict()
-                other = other or dialect
-        if other is not None:
+                    matches.append((route, dialect))
+                    values.append(found.groupdict())
+        if matches:
+            chosen = _claimed(matches, headers)
+            return *chosen, values[matches.index(chosen)]
+        if known:
             raise ApiError(ErrorKind.METHOD, f"{method} is not allowed for {path}")
         raise ApiError(ErrorKind.NOT_FOUND, f"no such path: {method} {path}")
 
@@ -197,10 +210,20 @@ class ProviderApp:
         if route.operation == "model":
             await connection.respond(dialect.model(call.path["model"], self.gateway.created))
             return
+        if route.operation == "upgrade":
+            # There is no WebSocket here; clients that try one fall back to POST on this answer.
+            await connection.respond(Response(426, b"", {"upgrade": "websocket", "connection": "close"}))
+            return
+        if route.operation in _STORED:
+            await self._stored(connection, session, dialect, route, call.path["answer"])
+            return
         limit = self.gateway.settings.body_bytes
         call.body = _json(await connection.body(limit, call.headers.get("content-length", "")))
         try:
             request, thread = session.read(dialect, call)
+            if route.operation == "count_tokens":
+                await connection.respond(dialect.count(session.count(request, thread)))
+                return
             turns = session.start(request, thread)
         except RecursionError as error:
             raise BadRequest("the body is nested too deeply") from error
@@ -212,6 +235,21 @@ class ProviderApp:
         finally:
             session.release(turns, self.gateway.settings.orphan_seconds)
 
+    async def _stored(
+        self, connection: Connection, session: Session, dialect: Dialect, route: Route, answer: str
+    ) -> None:
+        """An answer that was kept under its id: shown again, or forgotten."""
+        if route.operation == "delete_stored":
+            session.answers.forget(answer)
+            body = orjson.dumps({"id": answer, "object": "response", "deleted": True})
+            await connection.respond(Response(200, body))
+            return
+        turns = session.stored(answer)
+        error = await session.failed(turns)
+        if error is not None:
+            raise error
+        await connection.respond(dialect.write(turns.request, session.answer(turns)))
+
     async def _whole(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns) -> None:
         if not turns.work.done():
             await asyncio.wait((turns.work, connection.watch()), return_when=asyncio.FIRST_COMPLETED)
@@ -221,15 +259,14 @@ class ProviderApp:
         if error is not None:
             raise error
         crash_point("gateway.before_reply")
-        received = await connection.respond(dialect.write(turns.request, session.answer(turns, _answer_id())))
+        received = await connection.respond(dialect.write(turns.request, session.answer(turns)))
         crash_point("gateway.after_reply")
         if received:
             await session.delivered(turns)
 
     async def _stream(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns) -> None:
         ping = self.gateway.settings.ping_seconds
-        id = _answer_id()
-        stream = dialect.stream(turns.request, id, int(time.time()), turns.request.model)
+        stream = dialect.stream(turns.request, turns.id, int(time.time()), turns.request.model)
         head = b""
         while not turns.work.done():
             await asyncio.wait((turns.work, connection.watch()), timeout=ping, return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +281,7 @@ class ProviderApp:
         error = await session.failed(turns)
         if error is not None:
             raise error
-        answer = session.answer(turns, id)
+        answer = session.answer(turns)
         if not connection.started:
             head = await connection.begin_stream(stream)
         crash_point("gateway.before_reply")
@@ -263,8 +300,10 @@ async def _refuse(connection: Connection, dialect: Dialect, error: ApiError) -> 
         await connection.end(connection.stream.error(error))
 
 
-def _answer_id() -> str:
-    return secrets.token_hex(12)
+def _claimed(routes: Sequence[tuple[Route, Dialect]], headers: dict[str, str]) -> tuple[Route, Dialect]:
+    if len(routes) == 1:
+        return routes[0]
+    return next((found for found in reversed(routes) if found[1].claims(headers)), routes[0])
 
 
 def _split_path(scope: Scope) -> tuple[str, str]:

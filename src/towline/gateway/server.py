@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import uvicorn
 from starlette.types import ASGIApp
 
-from towline.dialects import all_dialects
+from towline.dialects.registry import all_dialects
 from towline.errors import ConfigError
 from towline.gateway.app import ProviderApp
 from towline.gateway.control import Control

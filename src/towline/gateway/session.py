@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from towline.crashpoints import crash_point
 from towline.dialects.base import Call, Dialect, Known
 from towline.engines.base import Engine, Sample, SampleRequest
 from towline.errors import ApiError, BadRequest, EngineError, ErrorKind, TowlineError
-from towline.gateway import records, sampling, turns
+from towline.gateway import answers, records, sampling, turns
 from towline.gateway.journal import Journal
 from towline.gateway.waiting import Waiting
 from towline.tokens import fingerprint
@@ -61,6 +62,8 @@ class Turns:
     nodes: list[Node]
     work: asyncio.Future[Any]
     """Done when all of them are in the journal, or one of them failed."""
+    id: str
+    """Names the answer."""
     shared: bool = False
     """They answer an earlier request too, of which this one is a retry."""
 
@@ -95,6 +98,7 @@ class Session:
         self.work: dict[str, asyncio.Task[None]] = {}
         """By turn, until it is in the journal."""
         self.waiting = Waiting()
+        self.answers = answers.Answers()
         self.sealed = False
         self.stopping = False
         self.started = 0
@@ -116,6 +120,7 @@ class Session:
         self.waiting.abandoned.add(node.id)
         self._recorded.add(node.key)
         self.native.update({bare_id(minted): own for minted, own in node.meta.get("native_ids", {}).items()})
+        self.answers.add(node)
 
     # Reading
 
@@ -124,6 +129,10 @@ class Session:
         thread = self._thread_of(dialect, call)
         known = thread.known if thread is not None else Known()
         request, after = dialect.read(call, known)
+        if request.previous:
+            request.messages = self.answers.go_on(request)
+            settle(request.messages, 0, self.native)
+            return request, Thread(dialect.name, Known(), request.messages, self.planner.hashes(request.messages))
         shared = _same(after.messages, known.messages)
         start = settled_prefix(after.messages, shared)
         if thread is not None and start:
@@ -164,11 +173,12 @@ class Session:
                 if "retry" not in node.flags:
                     node.flags.append("retry")
             self.waiting.join(retried)
-            return Turns(request, retried, self._gathered(retried), shared=True)
+            return Turns(request, retried, self._gathered(retried), retried[0].meta[answers.ANSWER], shared=True)
         self._check_limits(request)
         self._check_size(request, thread, key)
         frame = self.frames.get(key) or Frame(request.tools, self._arguments(request), self.clock)
         previous, first = thread.node, self.started
+        id = secrets.token_hex(12)
         nodes = []
         for _ in range(request.sampling.n):
             try:
@@ -176,12 +186,28 @@ class Session:
             except TemplateError as error:
                 raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
             room = self._room(request, plan)
-            nodes.append(self._open(request, plan, key, room, asked, first))
+            nodes.append(self._open(request, plan, key, room, asked, first, id))
         self.frames[key], self.tools[key] = frame, frame.tools
         thread.node = nodes[-1]
         self._remember(thread, previous)
         self.waiting.join(nodes)
-        return Turns(request, nodes, self._gathered(nodes))
+        return Turns(request, nodes, self._gathered(nodes), id)
+
+    def count(self, request: Request, thread: Thread) -> int:
+        """How many tokens the request's prompt would have."""
+        key = self._key_of(request)
+        frame = self.frames.get(key) or Frame(request.tools, self._arguments(request), self.clock)
+        try:
+            plan = self.planner.plan(self.graph, request, key, frame, thread.hashes)
+        except TemplateError as error:
+            raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
+        return (plan.parent.end if plan.parent else 0) + len(plan.suffix)
+
+    def stored(self, id: str) -> Turns:
+        """The turns of an answer that a client asks for again."""
+        nodes = self.answers.find(id)
+        request = answers.as_request(nodes, self.tools.get(nodes[0].key, ()))
+        return Turns(request, nodes, self._gathered(nodes), nodes[0].meta[answers.ANSWER])
 
     def _gathered(self, nodes: Sequence[Node]) -> asyncio.Future[Any]:
         tasks = [self.work[node.id] for node in nodes if node.id in self.work]
@@ -240,7 +266,9 @@ class Session:
             room = min(room, limits.sampled_tokens - self.sampled_tokens)
         return min(room, request.sampling.max_tokens or room)
 
-    def _open(self, request: Request, plan: Plan, key: str, room: int, asked: dict[str, Any], first: int) -> Node:
+    def _open(
+        self, request: Request, plan: Plan, key: str, room: int, asked: dict[str, Any], first: int, id: str
+    ) -> Node:
         """Put the turn into the graph and its sampling under way."""
         index = self.started
         self.started += 1
@@ -278,11 +306,13 @@ class Session:
                 "overridden": overridden,
                 "ignored": list(request.ignored),
                 "started": time.time(),
+                **answers.meta_of(request, id),
             },
         )
         if request.sampling.n > 1:
             node.meta["first"] = first
         self.graph.add(node)
+        self.answers.add(node)
         prompt = self.graph.open_prompt(node)
         seed = request.sampling.seed
         wanted = SampleRequest(
@@ -354,7 +384,7 @@ class Session:
         await self.journal.append(records.turn_record(self.id, node))
         crash_point("gateway.after_journal")
 
-    def answer(self, turns_: Turns, id: str) -> Answer:
+    def answer(self, turns_: Turns) -> Answer:
         """What the dialect is to write; the turns are done."""
         nodes = turns_.nodes
         first = nodes[0]
@@ -362,7 +392,7 @@ class Session:
             turns.reasoning_tokens(self.codec, node.sampled, node.reply) for node in nodes if node.reply is not None
         )
         return Answer(
-            id=id,
+            id=turns_.id,
             created=int(first.meta["started"]),
             model=turns_.request.model,
             replies=[node.reply for node in nodes if node.reply is not None],

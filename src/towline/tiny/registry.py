@@ -24,27 +24,27 @@ from random import Random
 from typing import Any
 
 VALUES: Mapping[str, tuple[str, ...]] = {
-    "colour": ("red", "blue", "green", "gold", "black", "white"),
-    "size": ("tiny", "small", "large", "huge", "short", "tall"),
-    "owner": ("ada", "ben", "cleo", "dan", "eva", "finn"),
+    "colour": ("red", "blue", "green", "gold"),
+    "size": ("tiny", "small", "large", "huge"),
+    "owner": ("ada", "ben", "cleo", "dan"),
+    "shape": ("round", "square", "flat", "long"),
+    "place": ("attic", "cellar", "garden", "hall"),
+    "stuff": ("wood", "iron", "glass", "clay"),
 }
 """The properties, each with a tool of its name, and the values that each can have."""
 ITEMS = tuple("lamp book coin boat kite drum ring vase sofa flag rope bell mask fork gate doll".split())
-SHOWN_ITEMS = 2
-CHANCE = 1 / len(VALUES) / SHOWN_ITEMS / 2
+SHOWN_ITEMS = SHOWN_TOOLS = 3
+CHANCE = 1 / SHOWN_TOOLS / SHOWN_ITEMS / 2
 """Of the tool, of the item, and of the two values offered."""
 
-TOOLS: tuple[Mapping[str, Any], ...] = tuple(
-    {
+def tool(name: str) -> dict[str, Any]:
+    return {
         "type": "function",
         "function": {
             "name": name,
             "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
         },
     }
-    for name in VALUES
-)
-"""The declarations that an agent sends."""
 
 
 class Split(StrEnum):
@@ -68,7 +68,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        return f"{self.attribute} of {self.item}: {self.choices[0]} or {self.choices[1]}?"
+        return f'{self.attribute} of "{self.item}": "{self.choices[0]}" or "{self.choices[1]}"?'
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,13 @@ class Instance:
     questions: tuple[Question, ...]
 
     @property
+    def tools(self) -> list[str]:
+        return list(next(iter(self.records.values())))
+
+    @property
     def system(self) -> str:
         """The system prompt."""
-        return f"Items: {' '.join(self.records)}. Use a tool, then answer."
+        return f"Items: {', '.join(json.dumps(item) for item in self.records)}. Use a tool, then answer."
 
     def lookup(self, tool: str, item: str) -> str:
         """What a tool returns."""
@@ -97,10 +101,11 @@ class Instance:
 def draw(random: Random, split: Split = Split.TRAINING, questions: int = 1) -> Instance:
     """A random instance whose questions are all of one side of the split."""
     items = random.sample(ITEMS, SHOWN_ITEMS)
-    pairs = [(name, item) for name in VALUES for item in items if split_of(name, item) is split]
+    names = random.sample(list(VALUES), SHOWN_TOOLS)
+    pairs = [(name, item) for name in names for item in items if split_of(name, item) is split]
     if not pairs:
         return draw(random, split, questions)
-    records = {item: {name: random.choice(values) for name, values in VALUES.items()} for item in items}
+    records = {item: {name: random.choice(VALUES[name]) for name in names} for item in items}
     asked = []
     for _ in range(questions):
         name, item = random.choice(pairs)

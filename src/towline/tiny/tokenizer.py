@@ -91,7 +91,7 @@ def _corpus() -> Iterator[str]:
             (
                 "system",
                 instance.system,
-                *(f"{tool['function']['name']}(item)" for tool in registry.TOOLS),
+                *(f"{tool}(item)" for tool in instance.tools),
                 "user",
                 question.text,
                 "assistant",

@@ -112,7 +112,8 @@ def turn_of(node: Node, role: TurnRole) -> Turn:
         id=node.id,
         index=node.index,
         parent=node.parent.id if node.parent else None,
-        origin=node.origin.id if node.origin else None,
+        # A turn in flight is no part of the trajectory yet.
+        origin=node.origin.id if node.origin is not None and node.origin.finish is not None else None,
         origin_inferred=node.origin_inferred,
         reason=node.reason,
         role=role,

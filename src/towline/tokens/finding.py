@@ -45,15 +45,17 @@ def twin(
     if not nodes:
         return None
     ids = {bare_id(call.id) for message in messages for call in message.tool_calls}
-    alike = [
-        node
-        for node in nodes
-        if found is None
-        or node.parent is None
-        or node.parent is found
-        or _named(node.parent, ids) >= _named(found, ids)
-    ]
+    alike = [node for node in nodes if found is None or _went_on_from(node, found, ids)]
     return next((node for node in reversed(alike) if node.finish is not Finish.ABORT), alike[-1] if alike else None)
+
+
+def _went_on_from(node: Node, found: Node, ids: set[str]) -> bool:
+    """Whether a turn goes on from `found`, or from a twin of it that the ids fit no less."""
+    while node.reason is ForkReason.SIBLING and node.origin is not None:
+        node = node.origin
+    if found in (node.parent, node.origin) or node.parent is None:
+        return True
+    return _named(node.parent, ids) >= _named(found, ids)
 
 
 def intact(graph: Graph, messages: Sequence[Message], key: str, hashes: Sequence[bytes]) -> tuple[Node | None, int]:

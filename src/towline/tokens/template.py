@@ -24,6 +24,7 @@ from towline.schema import ForkReason
 from towline.tokens.codec import Encoded, Frame, SpecialText, Unbridgeable
 from towline.tokens.jinja import ChatTemplate, TemplateError
 from towline.tokens.parser import FORMATS, Parsed, ParsedCall, detect
+from towline.tokens.settle import bare_id
 from towline.tokens.tokenizer import Tokenizer
 
 _STAND_IN = Tool("lookup", "Looks something up.", {"type": "object", "properties": {"s": {"type": "string"}}})
@@ -148,7 +149,7 @@ class SentinelCodec:
     def _call_id(self, id: str) -> str:
         if not self.check.short_call_ids or (len(id) == 9 and id.isalnum()):
             return id
-        return ("".join(filter(str.isalnum, id)) + "0" * 9)[-9:]
+        return bare_id(id)[-9:].rjust(9, "0")
 
     def _stand_in(self, reply: Message, shape: _Shape) -> Message:
         """An assistant message like `reply`, with the sentinel where its own words were."""

@@ -178,15 +178,16 @@ async def results_out_of_order(play: Play) -> Expected:
 
 @behaviour(free=True)
 async def fields_differ(play: Play) -> Expected:
-    """Adds and drops fields that mean nothing, and calls the system `developer`."""
+    """Adds and drops fields that mean nothing, and calls the system prompt a developer's."""
 
     def echo(message: Wired) -> Wired:
         dropped = {name: value for name, value in message.items() if name != "refusal"}
         return {**dropped, "annotations": [], "provider": {"trace": play.random.random()}}
 
     def shape(history: list[Wired]) -> list[Wired]:
-        role = play.random.choice(("system", "developer"))
-        return [{**message, "role": role} if message["role"] == "system" else message for message in history]
+        role, names = play.random.choice((("system", {}), ("developer", {"name": "somebody"})))
+        shaped = {"system": {"role": role}, "user": names}
+        return [{**message, **shaped.get(message["role"], {})} for message in history]
 
     thread = play.thread(echo=echo, shape=shape)
     await thread.work(3)
@@ -213,7 +214,7 @@ async def reply_in_two(play: Play) -> Expected:
     return Expected()
 
 
-@behaviour("tools")
+@behaviour("tools", "closes")
 async def call_malformed(play: Play) -> Expected:
     """Gets a call that cannot be read as text, complains about it, and goes on."""
     thread = play.thread()
@@ -228,9 +229,31 @@ async def call_malformed(play: Play) -> Expected:
     return Expected()
 
 
+@behaviour("closes")
+async def other_end(play: Play) -> Expected:
+    """Gets replies that ended on another end-of-turn id than the template's own; what was sampled stays."""
+    thread = play.thread()
+    for _ in range(2):
+        line = play.step()
+        line.other_end = True
+        thread.follow(await thread.reply(line))
+    await thread.finish()
+    return Expected()
+
+
 @behaviour(free=True)
 async def special_text(play: Play) -> Expected:
     """Reads a file that spells the model's own special tokens."""
+    return await _read_special_text(play)
+
+
+@behaviour("plain_special_text", free=True)
+async def special_text_plain(play: Play) -> Expected:
+    """Reads such a file where it stays plain text."""
+    return await _read_special_text(play)
+
+
+async def _read_special_text(play: Play) -> Expected:
     special = sorted(play.target.codec.tokenizer.special, key=len)
     thread = play.thread()
     for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from towline.audit import content
 from towline.audit.behaviours.continuing import without_reasoning
@@ -50,6 +51,34 @@ async def history_edited(play: Play) -> Expected:
     await thread.work(2)
     thread.history[early] = {**thread.history[early], "content": f"(edited) {content.output(play.random)}"}
     await thread.work(1)
+    await thread.finish()
+    return Expected(chains=2, forks={"history_edited": 1})
+
+
+@behaviour()
+async def task_edited(play: Play) -> Expected:
+    """Edits its very first message: no turn is intact, but the replies are still ours."""
+    thread = play.thread()
+    await thread.work(2)
+    first = next(index for index, message in enumerate(thread.history) if message["role"] == "user")
+    thread.history[first] = {"role": "user", "content": f"{play.task} And mind the tests."}
+    await thread.work(2)
+    return Expected(chains=2, forks={"history_edited": 1})
+
+
+@behaviour()
+async def reply_edited(play: Play) -> Expected:
+    """Puts other words into the model's mouth."""
+    thread = play.thread()
+    await thread.work(1)
+    await thread.finish()
+    thread.user(content.sentence(play.random))
+    await thread.finish()
+    edited = next(
+        index for index in range(len(thread.history) - 2, 0, -1) if thread.history[index]["role"] == "assistant"
+    )
+    thread.history[edited] = {"role": "assistant", "content": f"(edited) {content.sentence(play.random)}"}
+    thread.user(content.sentence(play.random))
     await thread.finish()
     return Expected(chains=2, forks={"history_edited": 1})
 
@@ -122,7 +151,8 @@ async def subagent(play: Play) -> Expected:
     main = play.thread(headers=session)
     await main.work(1)
     headers = {**session, "x-claude-code-agent-id": "helper"}
-    helper = play.thread(system=content.REVIEWER, task=content.sentence(play.random), headers=headers)
+    task = content.sentence(play.random)
+    helper = play.aside().thread(system=content.REVIEWER, task=task, headers=headers)
     await asyncio.gather(main.work(3), helper.work(2))
     await main.finish()
     return Expected(chains=2, forks={"system_changed": 1}, roles={"subagent": 2, "main": 5})
@@ -134,7 +164,7 @@ async def subagent_session(play: Play) -> Expected:
     main = play.thread(headers={"x-session-id": "main"})
     await main.work(1)
     headers = {"x-session-id": "child", "x-parent-session-id": "main"}
-    helper = play.thread(task=content.sentence(play.random), headers=headers, tools=[content.BASH])
+    helper = play.aside().thread(task=content.sentence(play.random), headers=headers, tools=[content.BASH])
     await asyncio.gather(main.work(2), helper.finish())
     helper.user(content.sentence(play.random))
     await asyncio.gather(main.work(1), helper.finish())
@@ -199,6 +229,22 @@ async def sibling(play: Play) -> Expected:
     return Expected(chains=2, forks={"sibling": 1})
 
 
+@behaviour("tools")
+async def twins(play: Play) -> Expected:
+    """Gets the same words twice, in other tokens, and goes on from both: only the ids of the calls tell them apart."""
+    thread = play.thread()
+    await thread.work(1)
+    other = thread.copy()
+    line = play.step()
+    first = await thread.reply(line)
+    second = await other.reply(replace(line, seed=line.seed + 1, begun=asyncio.Event()))
+    thread.follow(first)
+    other.follow(second)
+    await thread.work(1)
+    await other.work(1)
+    return Expected(chains=2, forks={"sibling": 1})
+
+
 @behaviour()
 async def several_samples(play: Play) -> Expected:
     """Asks for three samples at once, and goes on from one."""
@@ -233,9 +279,9 @@ async def finished_reply_resumed(play: Play) -> Expected:
     return Expected(chains=2, forks={"prefill": 1})
 
 
-@behaviour()
-async def other_end(play: Play) -> Expected:
-    """Goes on after a reply that ended on another id than the template's own: a branch only where ends open messages."""
+@behaviour("opens")
+async def end_opens_another(play: Play) -> Expected:
+    """Goes on after a reply whose end opens another kind of message than the one that follows."""
     thread = play.thread()
     await thread.work(1)
     line = play.answer()
@@ -243,5 +289,4 @@ async def other_end(play: Play) -> Expected:
     await thread.reply(line)
     thread.user(content.sentence(play.random))
     await thread.finish()
-    opens = not play.can("closes")
-    return Expected(chains=1 + opens, forks={"stop_mismatch": 1} if opens else {})
+    return Expected(chains=2, forks={"stop_mismatch": 1})

@@ -43,7 +43,7 @@ def behaviour(
     """Put a function on the list, under its own name."""
 
     def register(act: Act) -> Act:
-        name, about = act.__name__, (act.__doc__ or "").strip()  # type: ignore[attr-defined]
+        name, about = act.__name__, (act.__doc__ or "").strip()
         _ALL[name] = Behaviour(name, act, about, frozenset(needs), settings or {}, free, split, updates)
         return act
 

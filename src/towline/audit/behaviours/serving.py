@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from towline.audit.behaviours.registry import behaviour
-from towline.audit.play import Expected, Play, Thread, Wired
+from towline.audit.play import Expected, Play, Thread, Wired, until
 from towline.audit.script import Line
 from towline.audit.wires import Left
 
@@ -69,8 +69,7 @@ async def never_delivered(play: Play) -> Expected:
     await thread.work(1)
     hold = await _left(play, thread)
     hold.set()
-    while play.session.work:
-        await asyncio.sleep(0.002)
+    await until(lambda: not play.session.work)
     thread.history[-1] = {**thread.history[-1], "content": "(interrupted)"}
     await thread.work(2)
     return Expected(untrained=1, roles={"discarded": 1})
@@ -87,8 +86,7 @@ async def _left(play: Play, thread: Thread) -> asyncio.Event:
         await asking
         play.check(False, "a reply came over a connection that was closed")
     except Left:
-        while not play.session.waiting.abandoned:
-            await asyncio.sleep(0.002)
+        await until(lambda: bool(play.session.waiting.abandoned))
     return line.hold
 
 
@@ -121,7 +119,6 @@ async def _torn(play: Play, thread: Thread, pause: bool) -> Wired:
     line = Line(free=True)
     before = engine.stats.decoded_tokens
     asking = asyncio.create_task(thread.reply(line, max_tokens=_TEAR_TOKENS))
-    while engine.stats.decoded_tokens < before + 3 and not asking.done():
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.stats.decoded_tokens >= before + 3 or asking.done())
     await play.weights.update(pause=pause)
     return await asking

@@ -1,0 +1,12 @@
+"""Every dialect, in one list."""
+
+from towline.dialects.base import Dialect
+from towline.dialects.chat import ChatDialect
+from towline.dialects.google import GoogleDialect
+from towline.dialects.messages import MessagesDialect
+from towline.dialects.responses import ResponsesDialect
+
+
+def all_dialects() -> list[Dialect]:
+    """Every dialect the gateway serves; the first answers paths that none of them names."""
+    return [ChatDialect(), ResponsesDialect(), MessagesDialect(), GoogleDialect()]

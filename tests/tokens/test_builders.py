@@ -1,0 +1,288 @@
+"""From graphs to rows: three builders, every trained turn once, and rows that are what was sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conversations import Asked, Say, Talk, call, real, system, templated, user
+from hypothesis import given
+from hypothesis import strategies as st
+
+from towline.conversation import Message
+from towline.errors import FidelityError
+from towline.schema import BuilderName, ContextPolicy, ForkReason, Trajectory, TurnRole
+from towline.tokens import graph as graph_module
+from towline.tokens.builders import distinct_tokens
+from towline.tokens.continuation import Capture
+
+EXACT, MERGED, PER_TURN = BuilderName.EXACT, BuilderName.MERGED, BuilderName.PER_TURN
+TASK = "Fix the failing test."
+LOOK = Say("", (call("bash", command="ls -la"),), "Let me look.")
+BOTH = Say("Two at once.", (call("bash", command="git log"), call("read", path="parser.py")), "I need both.")
+
+
+def conversation(talk: Talk, *, canonical: bool = False, think: bool = True, keep: bool = True) -> list[Asked]:
+    """A call, two calls, an answer, and a question more."""
+
+    def said(say: Say) -> Say:
+        return replace(say, canonical=canonical, think=say.think if think else None)
+
+    def sent(messages: list[Message]) -> list[Message]:
+        return messages if keep else [replace(message, reasoning=None) for message in messages]
+
+    first = talk.ask([system(), user(TASK)], said(LOOK))
+    second = talk.ask(sent(first.answered("parser.py")), said(BOTH))
+    third = talk.ask(sent(second.answered("abc", "def parse(): ...")), said(Say("It works.", (), "Good.")))
+    fourth = talk.ask(sent([*third.history, user("Sure?")]), said(Say("Quite.", (), "Hm.")))
+    return [first, second, third, fourth]
+
+
+def rows(made: Trajectory) -> list[list[int]]:
+    return [trace.token_ids.tolist() for trace in made.traces]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
+def test_nothing_drifts(name: str) -> None:
+    """Spelled as an encoder would and echoed in full, re-rendering changes nothing: `merged` is `exact`."""
+    exact, plain = Talk(real(name)), Talk(real(name), capture=Capture.PLAIN)
+    turns = conversation(exact, canonical=True, think=False)
+    again = conversation(plain, canonical=True, think=False)
+    assert [turn.prompt for turn in turns] == [turn.prompt for turn in again]
+    expected = [turns[-1].prompt + turns[-1].sampled]
+    assert rows(exact.trajectory(EXACT)) == rows(exact.trajectory(MERGED)) == rows(plain.trajectory(MERGED)) == expected
+    merged = plain.trajectory(MERGED).traces[0]
+    one = exact.trajectory().traces[0]
+    for column in ("loss_mask", "logprobs", "policy_versions", "turn_ids"):
+        assert np.array_equal(getattr(one, column), getattr(merged, column))
+    # Without a parent there is nothing to share: what was captured plain is a row a turn.
+    assert rows(plain.trajectory(EXACT)) == rows(plain.trajectory(PER_TURN)) == rows(exact.trajectory(PER_TURN))
+    assert rows(plain.trajectory(PER_TURN)) == [turn.prompt + turn.sampled for turn in turns]
+
+
+def test_drift_is_hidden_by_stitching() -> None:
+    """Where reasoning is dropped the merged row looks exact, but its turns were sampled under other prompts."""
+    exact, plain = Talk(real("qwen3")), Talk(real("qwen3"), capture=Capture.PLAIN)
+    conversation(exact, keep=False)
+    turns = conversation(plain, keep=False)
+    assert plain.reasons == [None] * 4
+    stitched = plain.trajectory(MERGED).traces[0]
+    assert rows(plain.trajectory(MERGED)) == rows(exact.trajectory())
+    last = turns[-1]
+    start = int(np.flatnonzero(stitched.turn_ids == last.node.index)[0])
+    assert stitched.token_ids[start:].tolist() == last.sampled
+    assert stitched.token_ids[:start].tolist() != last.prompt
+    assert "Let me look." in plain.text(stitched.token_ids)
+    assert "Let me look." not in plain.text(last.prompt)
+
+
+@pytest.mark.parametrize("name", ["glm4moe", "llama3_1", "nemotron_3_nano", "qwen3_8"])
+def test_seams_of_other_families(name: str) -> None:
+    for capture in Capture:
+        talk = Talk(templated(name), capture=capture)
+        first = talk.ask([system(), user(TASK)], Say("", (call("bash", command="ls"),)))
+        second = talk.ask(first.answered("<|im_end|> x"), "It works.")
+        third = talk.ask([*second.history, user("Sure?")], "Quite.")
+        made = talk.trajectory(MERGED)
+        assert len(made.traces) == 1
+        text = talk.text(made.traces[0].token_ids)
+        assert text.count("It works.") == text.count("Quite.") == text.count("Sure?") == 1
+        assert text.count("<|im_end|> x") == 1
+        assert made.report.trained_tokens == sum(len(t.sampled) for t in (first, second, third))
+
+
+def test_truncated_turns_in_merged_rows() -> None:
+    talk = Talk(real("qwen2_5"), capture=Capture.PLAIN)
+    first = talk.ask([user(TASK)], Say("One two three four five.", cut=5))
+    second = talk.ask([*first.history, user("Go on.")], "Six.")
+    made = talk.trajectory(MERGED)
+    assert len(made.traces) == 1
+    trace = made.traces[0]
+    end = talk.codec.tokenizer.id_of("<|im_end|>")
+    assert trace.token_ids[len(first.prompt) + len(first.sampled)] == end
+    assert trace.token_ids.tolist()[-len(second.sampled) :] == second.sampled
+    assert made.traces[0].truncated is False
+
+
+def test_plain_captures_fork_for_the_same_reasons() -> None:
+    talk = Talk(real("qwen3"), capture=Capture.PLAIN)
+    turns = conversation(talk)
+    edited = [*turns[-1].history, user("More.")]
+    edited[3] = replace(edited[3], text="[cleared]")
+    talk.ask(edited, "Yes.")
+    talk.ask([*turns[1].answered("x", "y")], "Other.")
+    talk.ask([*turns[0].request], LOOK)
+    talk.ask([system("Other."), user("x")], "Yes.")
+    assert talk.reasons[4:] == [
+        ForkReason.HISTORY_EDITED,
+        ForkReason.HISTORY_EDITED,
+        ForkReason.SIBLING,
+        ForkReason.SYSTEM_CHANGED,
+    ]
+    for builder, count in ((MERGED, 5), (PER_TURN, 8), (EXACT, 8)):
+        assert len(talk.trajectory(builder).traces) == count
+
+
+def test_each_row_says_where_it_came_from() -> None:
+    talk = Talk(real("qwen3"))
+    first, second, third, fourth = conversation(talk)
+    sibling = talk.ask(second.answered("abc", "def parse(): ..."), "Differently.")
+    other = talk.ask([system("Other."), user("Search.")], "Found.")
+    made = talk.trajectory()
+    assert [t.fork_reason for t in made.traces] == [None, ForkReason.SIBLING, ForkReason.SYSTEM_CHANGED]
+    assert [t.parent_trace for t in made.traces] == [None, "s-0", "s-1"]
+    assert [t.role for t in made.traces] == [TurnRole.MAIN, TurnRole.MAIN, TurnRole.SUBAGENT]
+    assert [int(t.loss_mask.sum()) for t in made.traces] == [
+        sum(len(t.sampled) for t in (first, second, third, fourth)),
+        len(sibling.sampled),
+        len(other.sampled),
+    ]
+    assert made.report.chains == 3
+    assert made.report.turns == 6
+    assert made.report.conversations == 2
+    assert made.report.forks == {"sibling": 1, "system_changed": 1}
+    assert made.report.distinct_tokens == len({tuple(row[: end + 1]) for row in rows(made) for end in range(len(row))})
+    assert made.report.row_tokens == sum(map(len, rows(made)))
+
+
+def test_roles_that_are_not_trained() -> None:
+    talk = Talk(real("qwen3"), instruction=TASK)
+    conversation(talk)
+    talk.ask([system("Title."), user(TASK)], "A title.", tools=())
+    assert len(talk.trajectory().traces) == 1
+    aside = talk.trajectory(trained=[TurnRole.SIDE])
+    assert [t.role for t in aside.traces] == [TurnRole.SIDE]
+    for builder in BuilderName:
+        nothing = talk.trajectory(builder, trained=[TurnRole.SUBAGENT])
+        assert nothing.traces == []
+        assert nothing.error == "no token of a trained role was sampled"
+        empty = Talk(real("qwen3")).trajectory(builder)
+        assert empty.error == "no model call was captured"
+
+
+# Everything at once
+
+
+@given(st.data())
+def test_any_session_is_accounted_for(data: st.DataObject) -> None:
+    """Whatever a harness does in whatever order: `Talk` checks the invariant at each call, the trajectory the rest."""
+    name = data.draw(st.sampled_from(["qwen3", "glm4moe", "qwen3_5_think"]))
+    talk = Talk(templated(name), policy=data.draw(st.sampled_from(list(ContextPolicy))))
+    number = iter(range(10_000))
+
+    def say() -> Say:
+        count = data.draw(st.integers(0, 2))
+        calls = tuple(call("bash", command=f"command {next(number)}") for _ in range(count))
+        cut = data.draw(st.sampled_from([0, 0, 0, 4]))
+        think = data.draw(st.sampled_from([None, "A thought.", "Another thought."]))
+        return Say(data.draw(st.sampled_from(["Yes.", "No, certainly not."])), calls, think, cut)
+
+    def going_on(turn: Asked) -> list[Message]:
+        history = turn.answered() if turn.calls else [*turn.history, user(f"More {next(number)}.")]
+        if data.draw(st.booleans()):
+            history = [replace(message, reasoning=None) for message in history]
+        return history
+
+    turns = [talk.ask([system(), user(TASK)], say())]
+    flying: list[Asked] = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        turn = data.draw(st.sampled_from(turns))
+        what = data.draw(st.sampled_from(["go on", "go on", "edit", "again", "fly", "land", "abort", "lose", "compact"]))
+        if what == "go on":
+            turns.append(talk.ask(going_on(turn), say()))
+        elif what == "edit":
+            messages = going_on(turn)
+            place = data.draw(st.integers(0, len(messages) - 2))
+            if messages[place].role != "assistant":
+                messages[place] = replace(messages[place], text="[edited]")
+            turns.append(talk.ask(messages, say()))
+        elif what == "again":
+            turns.append(talk.ask(turn.request, say()))
+        elif what == "fly":
+            flying.append(talk.start(going_on(turn)))
+        elif what == "land" and flying:
+            turns.append(talk.finish(flying.pop(), say()))
+        elif what == "abort":
+            talk.ask(going_on(turn), abort=True)
+        elif what == "lose":
+            talk.ask(going_on(turn), say(), deliver=False)
+        elif what == "compact":
+            turns.append(talk.ask([system(), user(f"Summary {next(number)}.")], say()))
+    for builder in BuilderName:
+        made = talk.trajectory(builder)
+        trained = [turn for turn in made.turns if turn.role in made.trained_roles]
+        assert made.report.trained_tokens == sum(len(turn.sampled) for turn in trained)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8))
+def test_distinct_tokens_are_the_edges_of_a_trie(rows: list[list[int]]) -> None:
+    edges = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
+    assert distinct_tokens([np.asarray(row, np.int32) for row in rows]) == len(edges)
+
+
+def test_distinct_tokens_of_large_ids() -> None:
+    one = np.asarray([1, 70_000, 3], np.int32)
+    two = np.asarray([1, 300, 3], np.int32)
+    assert distinct_tokens([one, two, one]) == 5
+    assert distinct_tokens([]) == 0
+
+
+# Controls: with a check switched off, the next one catches it
+
+
+def corrupt(talk: Talk, turn: Asked, place: int) -> None:
+    assert turn.node.buffer is not None
+    turn.node.buffer._data[place] += 1
+
+
+def test_a_corrupt_seam_is_caught_at_the_call() -> None:
+    talk = Talk(real("qwen3"))
+    first = talk.ask([system(), user(TASK)], LOOK)
+    corrupt(talk, first, first.node.end - 2)
+    with pytest.raises(FidelityError, match="not what that turn saw and sampled"):
+        talk.start(first.answered("x"))
+
+
+@pytest.mark.parametrize("builder", list(BuilderName))
+def test_a_corrupt_buffer_is_caught_at_build(monkeypatch: pytest.MonkeyPatch, builder: BuilderName) -> None:
+    """The invariant switched off at the calls: what the engine was sent is still compared with the rows."""
+    talk = Talk(real("qwen3"))
+    first = talk.ask([system(), user(TASK)], LOOK)
+    talk.trajectory(builder)
+    monkeypatch.setattr(graph_module, "check_seam", lambda *_: None)
+    corrupt(talk, first, 3)
+    wrong = talk.graph.nodes[0].tokens().tolist()
+    talk.sent[first.node] = wrong[: first.node.prompt_length]
+    talk.ask(first.answered("x"), "Done.")
+    with pytest.raises(FidelityError, match="sampled under another prompt"):
+        talk.trajectory(builder)
+
+
+def test_a_corrupt_buffer_is_caught_when_it_is_let_go() -> None:
+    """A branch that nobody goes on from gives its buffer up: not without a look at it."""
+    talk = Talk(real("qwen3"))
+    first = talk.ask([system(), user(TASK)], LOOK)
+    corrupt(talk, first, 3)
+    with pytest.raises(FidelityError, match="turn t0 was sampled under another prompt"):
+        for number in range(12):
+            talk.ask([system(), user(f"Another task {number}.")], "Yes.")
+
+
+def test_buffers_are_handed_to_one_child_only() -> None:
+    talk = Talk(real("qwen3"))
+    first = talk.ask([system(), user(TASK)], LOOK)
+    flying = [talk.start(first.answered(text)) for text in ("a", "b", "c")]
+    prompts = [list(turn.prompt) for turn in flying]
+    for turn in reversed(flying):
+        talk.finish(turn, f"Answer {turn.node.index}.")
+    for turn, prompt in zip(flying, prompts, strict=True):
+        assert talk.sent[turn.node] == prompt == turn.node.prompt().tolist()
+        assert turn.node.tokens().tolist() == prompt + turn.sampled
+    live = [node for node in talk.nodes if node.buffer is not None]
+    assert len(live) == len({id(node.buffer) for node in live}) == 3
+    long = flying[0]
+    for _ in range(30):
+        long = talk.ask([*long.history, user("More.")], "Yes.")
+    assert sum(node.buffer is not None for node in talk.nodes) <= 8
+    talk.trajectory()

@@ -1,0 +1,106 @@
+"""Which part each conversation plays, and what nobody ever saw."""
+
+from __future__ import annotations
+
+from conversations import Say, Talk, call, real, system, user
+
+from towline.conversation import Hints
+from towline.schema import ForkReason, TurnRole
+from towline.tokens.roles import assign
+
+MAIN, SUBAGENT, COMPACTION = TurnRole.MAIN, TurnRole.SUBAGENT, TurnRole.COMPACTION
+SIDE, DISCARDED = TurnRole.SIDE, TurnRole.DISCARDED
+TASK = "Fix the failing test."
+LOOK = Say("", (call("bash", command="ls"),), "Let me look.")
+LONG = "A long answer. " * 20
+
+
+def talk(instruction: str = TASK) -> Talk:
+    return Talk(real("qwen3"), instruction=instruction)
+
+
+def test_nothing() -> None:
+    assert assign(talk().graph) == {}
+    flying = talk()
+    flying.start([user(TASK)])
+    assert assign(flying.graph) == {}
+
+
+def test_main_carries_the_instruction() -> None:
+    one = talk()
+    one.ask([system("Other."), user("Warm up.")], LONG)
+    one.ask([system(), user(f"Please do this:\n{TASK}\nThanks.")], "Yes.")
+    assert one.roles == [SUBAGENT, MAIN]
+    # Without an instruction, or one that nobody was given, the root with tools that sampled most.
+    for instruction in ("", "Never said."):
+        two = talk(instruction)
+        two.ask([system("Title."), user(TASK)], LONG * 2, tools=())
+        two.ask([system("Other."), user("Warm up.")], LONG)
+        two.ask([system(), user(TASK)], "Yes.")
+        assert two.roles == [SIDE, MAIN, SUBAGENT]
+
+
+def test_those_who_only_quote_the_instruction() -> None:
+    one = talk()
+    one.ask([system("Make a title."), user(TASK)], LONG, tools=(), hints=Hints(session="a"))
+    one.ask([system("You search."), user(TASK)], LONG, hints=Hints(session="b", parent_session="a"))
+    first = one.ask([system(), user(TASK)], LOOK, hints=Hints(session="a"))
+    one.ask(first.answered("x"), "Done.", hints=Hints(session="a"))
+    assert one.roles == [SIDE, SUBAGENT, MAIN, MAIN]
+    # Without tools anywhere, nothing is aside.
+    bare = talk()
+    bare.ask([system("Plan."), user(TASK)], "A plan.", tools=())
+    bare.ask([system("Do."), user("A plan.")], LONG, tools=())
+    assert bare.roles == [MAIN, SUBAGENT]
+
+
+def test_lost_first_tries_are_never_main() -> None:
+    one = talk()
+    one.ask([system(), user(TASK)], abort=True)
+    one.ask([system(), user(TASK)], LONG, deliver=False)
+    first = one.ask([system(), user(TASK)], LOOK)
+    one.ask(first.answered("x"), "Done.")
+    assert one.roles == [DISCARDED, DISCARDED, MAIN, MAIN]
+    only = talk()
+    only.ask([system(), user(TASK)], LONG, deliver=False)
+    assert only.roles == [DISCARDED]
+    assert only.trajectory().error == "no token of a trained role was sampled"
+
+
+def test_what_went_on_was_delivered() -> None:
+    """A reply that the harness sends back has reached it, whatever the connection said."""
+    one = talk()
+    first = one.ask([system(), user(TASK)], LOOK, deliver=False)
+    second = one.ask(first.answered("x"), "Done.", deliver=False)
+    assert one.roles == [MAIN, DISCARDED]
+    assert second.node.parent is first.node
+
+
+def test_a_call_without_tools_over_the_same_history() -> None:
+    """A summary that nothing was compacted into is aside; one that the next root starts from is not."""
+    one = talk()
+    first = one.ask([system(), user(TASK)], LOOK)
+    second = one.ask([*first.answered("x"), user("Memorise.")], "Memo.", tools=())
+    assert second.node.reason is ForkReason.TOOLS_CHANGED
+    assert one.roles == [MAIN, SIDE]
+    one.ask([system(), user("Memo.")], "Done.")
+    assert one.roles == [MAIN, COMPACTION, COMPACTION]
+
+
+def test_headers_take_precedence() -> None:
+    one = talk()
+    main, agent = Hints(session="a"), Hints(session="a", agent="x")
+    first = one.ask([system(), user(TASK)], LOOK, hints=main)
+    one.ask(first.answered("x"), "Done.", hints=main)
+    sub = one.ask([system(), user("Search.")], LOOK, hints=agent, tools=())
+    one.ask([*sub.answered("x"), user("Go on with that.")], LONG, hints=agent, tools=())
+    shorter = one.ask([system(), user("Summary.")], "Yes.", hints=agent, tools=())
+    assert shorter.node.reason is ForkReason.SIDE
+    assert one.roles == [MAIN, MAIN, SUBAGENT, SUBAGENT, SUBAGENT]
+
+
+def test_another_model_is_aside() -> None:
+    one = talk()
+    one.ask([system(), user(TASK)], LOOK)
+    one.ask([system("Commit."), user("Write it.")], "Fix.", model="small")
+    assert one.roles == [MAIN, SIDE]
