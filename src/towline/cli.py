@@ -29,6 +29,7 @@ from towline.schema import ContextPolicy, Trajectory
 if TYPE_CHECKING:
     from towline.engines.base import Engine
     from towline.gateway.gateway import Gateway
+    from towline.tokens.codec import Codec
     from towline.tokens.template import SentinelCodec
 
 app = typer.Typer(
@@ -45,7 +46,8 @@ app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 ModelFolder = Annotated[
-    Path | None, typer.Option("--model", help="Model folder in the Hugging Face layout. Default: a tiny model of its own.")
+    Path | None,
+    typer.Option("--model", help="Model folder in the Hugging Face layout. Default: a tiny model of its own."),
 ]
 
 
@@ -99,17 +101,26 @@ def _reporting(console: Console, title: str) -> Any:
 @app.command()
 def gateway(
     model: ModelFolder = None,
-    engine: Annotated[str | None, typer.Option(help="`embedded` (torch, in process) or `scripted` (for tests).")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="`embedded` (torch, in process), `openai` (any chat server) or `scripted` (for tests)."),
+    ] = None,
+    upstream: Annotated[str | None, typer.Option(help="Base URL of the chat server, for `--engine openai`.")] = None,
+    upstream_model: Annotated[str | None, typer.Option(help="The model's name at that server.")] = None,
     host: Annotated[str | None, typer.Option(help="Address of the provider routes, for harnesses.")] = None,
     port: Annotated[int | None, typer.Option(help="Their port; 0 takes a free one. Default 8500.")] = None,
     control_host: Annotated[str | None, typer.Option(help="Address of the control routes.")] = None,
     control_port: Annotated[int | None, typer.Option(help="Their port; 0 takes a free one. Default 8501.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of journal and trajectories. Default ./towline-data.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of journal and trajectories. Default ./towline-data.")
+    ] = None,
     journal: Annotated[
         str | None, typer.Option(help="`group` survives a machine crash, `os` a killed process, `none` neither.")
     ] = None,
     policy: Annotated[ContextPolicy | None, typer.Option(help="Context policy of new sessions.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Temperature of every turn, whatever a harness asks.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Temperature of every turn, whatever a harness asks.")
+    ] = None,
     template: Annotated[Path | None, typer.Option(help="Chat template to use instead of the folder's own.")] = None,
     renderer: Annotated[str | None, typer.Option(help="`auto`, `sentinel`, or a family of `renderers`.")] = None,
     config: Annotated[Path | None, typer.Option(help="Settings file. Default ./towline.toml if it is there.")] = None,
@@ -133,7 +144,7 @@ def gateway(
             "journal": journal,
         },
         model={"folder": model, "template": template, "renderer": renderer},
-        engine={"kind": engine},
+        engine={"kind": engine, "url": upstream, "model": upstream_model},
         session=session,
     )
     _log(console)
@@ -163,12 +174,30 @@ def _tiny(console: Console, folder: Path | None = None) -> Path:
         return tiny.create(folder or tiny.default_folder(), progress=report)
 
 
-def _make_gateway(settings: Settings, console: Console) -> tuple[Gateway, SentinelCodec]:
+def _make_gateway(settings: Settings, console: Console) -> tuple[Gateway, Codec]:
     from towline.gateway.gateway import Gateway
+
+    if settings.engine.kind == "openai":
+        engine, codec = _chat_server(settings)
+        name = settings.model.name or settings.engine.model
+        folder = settings.model.folder
+    else:
+        folder = _model_folder(settings, console)
+        codec = _codec(settings, folder, console)
+        engine = _engine(settings, folder, codec)
+        name = settings.model.name or folder.name
+    made = Gateway(engine, codec, settings.gateway, defaults=settings.session, model=name)
+    settings.gateway.data.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
+        note = {"folder": str(folder.resolve()), "name": name}
+        (settings.gateway.data / "model.json").write_text(json.dumps(note))
+    return made, codec
+
+
+def _codec(settings: Settings, folder: Path, console: Console) -> SentinelCodec:
     from towline.tokens.codec import SpecialText
     from towline.tokens.loading import load_codec
 
-    folder = _model_folder(settings, console)
     chosen = settings.model
     with console.status("loading the tokenizer and checking the template"):
         codec = load_codec(
@@ -180,12 +209,22 @@ def _make_gateway(settings: Settings, console: Console) -> tuple[Gateway, Sentin
         )
     for problem in codec.check.problems:
         console.print(f"[yellow]template:[/] {_plain(problem)}", highlight=False)
-    engine = _engine(settings, folder, codec)
-    name = chosen.name or folder.name
-    made = Gateway(engine, codec, settings.gateway, defaults=settings.session, model=name)
-    settings.gateway.data.mkdir(parents=True, exist_ok=True)
-    (settings.gateway.data / "model.json").write_text(json.dumps({"folder": str(folder.resolve()), "name": name}))
-    return made, codec
+    return codec
+
+
+def _chat_server(settings: Settings) -> tuple[Engine, Codec]:
+    from towline.engines.openai import ChatServerEngine
+    from towline.tokens.elsewhere import ElsewhereCodec
+    from towline.tokens.tokenizer import Tokenizer
+
+    chosen = settings.engine
+    if not chosen.url or not chosen.model:
+        raise ConfigError("--engine openai needs --upstream URL and --upstream-model NAME")
+    folder = settings.model.folder
+    tokenizer = Tokenizer.load(folder) if folder is not None else None
+    key = os.environ.get(chosen.key_variable, "")
+    engine = ChatServerEngine(chosen.url, chosen.model, api_key=key, tokenizer=tokenizer)
+    return engine, ElsewhereCodec(tokenizer or Tokenizer.unknown())
 
 
 def _engine(settings: Settings, folder: Path, codec: SentinelCodec) -> Engine:
@@ -220,7 +259,7 @@ def _control_key(data: Path) -> tuple[str, str]:
     return key, str(path)
 
 
-async def _serve(made: Gateway, codec: SentinelCodec, settings: Settings, console: Console, as_json: bool) -> None:
+async def _serve(made: Gateway, codec: Codec, settings: Settings, console: Console, as_json: bool) -> None:
     from towline.gateway.server import serving
 
     key, source = _control_key(settings.gateway.data)
@@ -234,7 +273,10 @@ async def _serve(made: Gateway, codec: SentinelCodec, settings: Settings, consol
             sys.stdout.flush()
         else:
             restored = len(made.sessions)
-            console.print(f"[bold]Towline gateway[/] · {made.model} · {made.engine.info.name} · template {codec.name}")
+            info = made.engine.info
+            console.print(
+                f"[bold]Towline gateway[/] · {made.model} · {info.name} ({info.capture}) · template {codec.name}"
+            )
             console.print(f"  harnesses  {running.base_url}")
             console.print(f"  control    {running.control_url}   (key in {source})")
             if restored:

@@ -129,7 +129,14 @@ class ModelSettings(_Section):
 
 
 class EngineSettings(_Section):
-    kind: Literal["embedded", "scripted"] = "embedded"
+    kind: Literal["embedded", "scripted", "openai"] = "embedded"
+    """`openai` is any OpenAI-compatible chat server at `url`; `model.folder` then gives its tokenizer, if at hand."""
+    url: str | None = None
+    """Base URL before `/chat/completions`."""
+    model: str = ""
+    """The model's name at that server."""
+    key_variable: str = "TOWLINE_UPSTREAM_KEY"
+    """Environment variable that holds the server's key; the key itself is never a setting."""
     seed: int | None = None
     threads: int | None = Field(None, ge=1)
     max_batch: int = Field(16, ge=1)

@@ -73,7 +73,7 @@ def test_exact_is_exact_for_everything_that_harnesses_do(audited: tuple[AuditRep
     assert exact["forced_closes"] > 5
     assert 0 < exact["plain_difference"] < 1
     # All three train the same tokens; stitching puts more than a third of them into contexts that never were.
-    assert exact["trained_tokens"] == merged["trained_tokens"] == per_turn["trained_tokens"] > 10_000
+    assert exact["trained_tokens"] == merged["trained_tokens"] == per_turn["trained_tokens"] > 8_000
     assert merged["drifted_tokens"] > exact["trained_tokens"] / 3
     assert merged["mean_abs_dlogp"] > 1000 * exact["mean_abs_dlogp"]
     assert per_turn["drifted_tokens"] == 0

@@ -82,7 +82,7 @@ _COMMANDS = (
 )
 
 
-def sentence(random: Random, least: int = 3, most: int = 7) -> str:
+def sentence(random: Random, least: int = 2, most: int = 5) -> str:
     """Words in a row, with the capital and the full stop of a sentence."""
     words = " ".join(random.choices(_WORDS, k=random.randint(least, most)))
     return words[0].upper() + words[1:] + random.choice((".", "!", "…", "."))

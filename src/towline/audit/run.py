@@ -105,13 +105,13 @@ async def run(options: AuditOptions, progress: Progress | None = None) -> AuditR
     began = time.perf_counter()
     options.out.mkdir(parents=True, exist_ok=True)
     tell = progress or (lambda done, total, label: None)
-    tell(0, 1, "reading tokenizers and templates")
-    targets = await asyncio.to_thread(find, options.targets, tokenizer=options.tokenizer, template=options.template)
     chosen = behaviours()
     if options.behaviours is not None:
         if unknown := set(options.behaviours) - chosen.keys():
             raise ConfigError(f"no behaviour {sorted(unknown)[0]!r}; there are: {', '.join(chosen)}")
         chosen = {name: chosen[name] for name in options.behaviours}
+    tell(0, 1, "reading tokenizers and templates")
+    targets = await asyncio.to_thread(find, options.targets, tokenizer=options.tokenizer, template=options.template)
     parts = cast(chosen, targets, options.conversations)
     results = _Results()
     total = 2 * len(parts)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from towline.arrays import Floats, Ids
-from towline.conversation import Finish, Request
+from towline.conversation import Finish, Reply, Request
 
 __all__ = ["Capture", "Engine", "EngineInfo", "Floats", "Ids", "PauseMode", "Sample", "SampleRequest"]
 
@@ -74,6 +74,10 @@ class Sample:
     stop_string: str | None = None
     flags: tuple[str, ...] = ()
     """What a trainer must know (`truncated_sampling`, …)."""
+    prompt: Ids | None = None
+    """The prompt ids that the engine says the model saw, for engines that take messages and not ids."""
+    reply: Reply | None = None
+    """The reply, for engines that parse it themselves."""
 
 
 class PauseMode(StrEnum):

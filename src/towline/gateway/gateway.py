@@ -21,16 +21,17 @@ from pydantic import ValidationError
 
 from towline.arrays import Ids
 from towline.config import GatewaySettings, SessionSettings
-from towline.conversation import Tool
+from towline.conversation import Finish, Tool
 from towline.crashpoints import crash_point
-from towline.engines.base import Engine
+from towline.engines.base import Capture, Engine
 from towline.errors import TowlineError
 from towline.gateway import records
 from towline.gateway.journal import Journal, Record, RecordError, SyncMode, encode
 from towline.gateway.session import Session
-from towline.schema import EndReason, SessionState, Trajectory
+from towline.schema import BuilderName, EndReason, SessionState, Trajectory
 from towline.tokens.assemble import assemble
 from towline.tokens.codec import Codec, Frame
+from towline.tokens.elsewhere import ElsewhereCodec
 from towline.tokens.graph import Node
 from towline.tokens.jinja import TemplateError
 
@@ -141,6 +142,10 @@ class Gateway:
         except ValidationError as error:
             first = error.errors()[0]
             raise SessionError(422, f"settings.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        if isinstance(self.codec, ElsewhereCodec):
+            # The engine renders by itself: nothing can be exact, and rows are stitched.
+            stitched = BuilderName.MERGED if chosen.builder is BuilderName.EXACT else chosen.builder
+            chosen = chosen.model_copy(update={"capture": "plain", "builder": stitched})
         key = "tl-" + secrets.token_urlsafe(32)
         session = self._make(
             id, hash_key(key), chosen, fields.get("group", ""), fields.get("instruction", ""), metadata
@@ -249,7 +254,7 @@ class Gateway:
             policy=settings.policy,
             instruction=session.instruction,
             trained=settings.trained_roles,
-            ends=self.codec.stop_ids,
+            ends=self._ends(session),
             state=state,
             end_reason=end_reason,
             plain_prompts=plain_prompts,
@@ -260,9 +265,18 @@ class Gateway:
             metadata=session.metadata,
         )
 
+    def _ends(self, session: Session) -> frozenset[int]:
+        """The ids that end a message: the codec's, or where that knows none, those that turns were seen to end on."""
+        if self.codec.stop_ids:
+            return self.codec.stop_ids
+        stopped = (n for n in session.graph.nodes if n.finish is Finish.STOP and len(n.sampled))
+        return frozenset(int(node.sampled[-1]) for node in stopped)
+
     def _plain_prompts(self, session: Session) -> dict[Node, Ids]:
         """What a plain server would have rendered for the last request of each conversation."""
         prompts: dict[Node, Ids] = {}
+        if self.engine.info.capture is not Capture.TOKENS or isinstance(self.codec, ElsewhereCodec):
+            return prompts
         for thread in session.threads:
             node = thread.node
             if node is None or node.finish is None or node.prefill is not None:

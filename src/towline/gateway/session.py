@@ -364,6 +364,9 @@ class Session:
         self.graph.finish(node)
 
     def _take(self, node: Node, wanted: SampleRequest, request: Request, sampled: Sample) -> None:
+        if sampled.prompt is not None:
+            # Rendered by the engine: only now is it known what the model saw.
+            node.suffix, node.prompt_length = sampled.prompt, len(sampled.prompt)
         node.sampled = np.ascontiguousarray(sampled.ids, np.int32)
         node.logprobs = np.ascontiguousarray(sampled.logprobs, np.float32)
         node.versions = np.ascontiguousarray(sampled.versions, np.int32)

@@ -46,7 +46,7 @@ async def sample(engine: Engine, request: SampleRequest) -> Sample:
 
 def _check(part: Sample, request: SampleRequest) -> None:
     """The engine's contract, at every call: it saw what was sent, and every token has its logprob and version."""
-    if part.prompt_tokens != len(request.prompt):
+    if part.prompt is None and part.prompt_tokens != len(request.prompt):
         raise EngineError(f"the engine saw {part.prompt_tokens} prompt tokens, {len(request.prompt)} were sent")
     if not len(part.ids) == len(part.logprobs) == len(part.versions):
         raise EngineError(
@@ -68,6 +68,8 @@ def _joined(parts: Sequence[Sample]) -> Sample:
         cached_tokens=parts[0].cached_tokens,
         stop_string=parts[-1].stop_string,
         flags=tuple(dict.fromkeys(["resumed", *(flag for part in parts for flag in part.flags)])),
+        prompt=parts[-1].prompt,
+        reply=parts[-1].reply,
     )
 
 
@@ -75,6 +77,10 @@ def read_reply(
     codec: Codec, prompt: Ids, sampled: Sample, tools: Sequence[Tool], turn: int
 ) -> tuple[Reply, dict[str, str]]:
     """The reply, and which ids the model itself gave to calls whose ids were minted."""
+    if sampled.reply is not None:
+        made = sampled.reply
+        ours = (replace(call, id=mint(turn, n, short=codec.short_call_ids)) for n, call in enumerate(made.tool_calls))
+        return replace(made, tool_calls=tuple(ours)), {}
     ids = sampled.ids
     body = ids[:-1] if len(ids) and int(ids[-1]) in codec.stop_ids else ids
     text = codec.tokenizer.decode(body.tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +18,7 @@ from towline.schema import (
     EndReason,
     FidelityReport,
     SessionState,
+    Trace,
     Trajectory,
     Turn,
     TurnRole,
@@ -86,7 +87,11 @@ def assemble(
         distinct_tokens=builders.distinct_tokens([trace.token_ids for trace in traces]),
         trained_tokens=sum(int(trace.loss_mask.sum()) for trace in traces),
         discarded_tokens=sum(len(node.sampled) for node in nodes if by_node[node] is TurnRole.DISCARDED),
-        plain_difference=plain_difference(plain_prompts or {}),
+        plain_difference=(
+            stitched_difference(traces, nodes)
+            if builder is BuilderName.MERGED
+            else plain_difference(plain_prompts or {})
+        ),
         special_text=sum(node.special_text for node in nodes),
         malformed_calls=sum(len(node.reply.malformed) for node in nodes if node.reply is not None),
     )
@@ -151,6 +156,20 @@ def plain_difference(prompts: Mapping[Node, Ids]) -> float | None:
             continue
         total += node.prompt_length
         different += _unlike(node.prompt(), plain)
+    return different / total if total else None
+
+
+def stitched_difference(traces: Sequence[Trace], nodes: Sequence[Node]) -> float | None:
+    """Share of the context of trained turns that, in the stitched rows, is not what the model saw."""
+    by_index = {node.index: node for node in nodes}
+    total = different = 0
+    for trace in traces:
+        places = np.flatnonzero(np.diff(trace.turn_ids, prepend=-1) != 0)
+        for place in places[trace.loss_mask[places] == 1]:
+            seen = by_index[int(trace.turn_ids[place])].prompt()
+            if place <= _COMPARED:
+                total += int(place)
+                different += _unlike(trace.token_ids[:place], seen)
     return different / total if total else None
 
 

@@ -38,6 +38,11 @@ class Tokenizer:
         self.unk_token = _token_text(self.config.get("unk_token"))
 
     @classmethod
+    def unknown(cls) -> Tokenizer:
+        """Stands in where nobody has the model's tokenizer: it knows no token."""
+        return cls(tokenizers.Tokenizer(tokenizers.models.BPE()))
+
+    @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -49,7 +54,7 @@ class Tokenizer:
     @cached_property
     def size(self) -> int:
         """One more than the highest id."""
-        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Ids of `text`; text that spells an added token becomes that token, as an engine would do."""
@@ -79,6 +84,11 @@ class Tokenizer:
     def id_of(self, token: str) -> int | None:
         """The id of a token by its exact text, `None` if it is no single token."""
         return self.backend.token_to_id(token)
+
+    def id_of_text(self, text: str) -> int | None:
+        """The id of the one token whose decoded text this is, `None` if it is not one token."""
+        ids = self.encode(text)
+        return ids[0] if len(ids) == 1 and self.decode(ids) == text else None
 
     def token_of(self, id: int) -> str | None:
         return self.backend.id_to_token(id)

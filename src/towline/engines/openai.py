@@ -1,0 +1,260 @@
+"""Any OpenAI-compatible chat server as an engine: messages in, and as much of the tokens out as it will tell.
+
+Such a server renders and encodes by itself, so `exact` cannot hold: its turns are each rendered anew and stitched
+afterwards (builder `merged`), and how far the stitched context is from what the model saw is measured. What the server
+tells is found by asking it:
+
+- `tokens`: prompt ids, sampled ids and logprobs (vLLM's `return_token_ids`);
+- `logprobs`: logprobs by token text; ids only with the model's own tokenizer at hand;
+- `text`: neither. Such turns carry messages for offline data and no trained token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
+
+from towline.arrays import Ids
+from towline.conversation import Finish, Message, Reply, Request, ToolCall
+from towline.engines.base import Capture, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.errors import EngineError
+from towline.tokens.tokenizer import Tokenizer
+
+_FINISH = {"stop": Finish.STOP, "tool_calls": Finish.STOP, "function_call": Finish.STOP, "length": Finish.LENGTH}
+_NONE: Ids = np.empty(0, np.int32)
+_CONTEXT = 1_000_000
+"""The server itself refuses what does not fit."""
+
+
+class ChatServerEngine:
+    def __init__(
+        self, base_url: str, model: str, *, api_key: str = "", tokenizer: Tokenizer | None = None, timeout: float = 600
+    ):
+        """`base_url` ends before `/chat/completions`, as OpenAI's clients have it."""
+        self._url = base_url.rstrip("/")
+        self._model = model
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._tokenizer = tokenizer
+        self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._http: aiohttp.ClientSession | None = None
+        self._capture = Capture.TEXT
+        self._extra: dict[str, Any] = {}
+        self._version = 0
+        self._running = asyncio.Event()
+        self._running.set()
+        self._flying: dict[str, asyncio.Task[dict[str, Any]]] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        size = self._tokenizer.size if self._tokenizer is not None else 0
+        return EngineInfo("openai", self._capture, _CONTEXT, size, {"url": self._url, "model": self._model})
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        """Ask the server one token and look at what it tells."""
+        self._http = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+        probe = {"model": self._model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        wishes: list[dict[str, Any]] = [{"logprobs": True, "return_token_ids": True}, {"logprobs": True}, {}]
+        refusal: EngineError | None = None
+        for extra in wishes:
+            try:
+                answer = await self._post({**probe, **extra})
+            except EngineError as error:
+                refusal = error
+                continue
+            self._extra = extra
+            self._capture = _level(answer)
+            return
+        raise EngineError(f"{self._url} does not answer chat completions: {refusal}")
+
+    async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        if self._http is None:
+            raise EngineError("the engine was not started")
+        url = f"{self._url}/chat/completions"
+        try:
+            async with self._http.post(url, data=orjson.dumps(body), headers=self._headers) as response:
+                data = await response.read()
+                if response.status != 200:
+                    raise EngineError(f"{url} answered {response.status}: {data[:300].decode('utf-8', 'replace')}")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"{url}: {error or type(error).__name__}") from error
+        try:
+            answer = orjson.loads(data)
+            if not isinstance(answer["choices"][0]["message"], dict):
+                raise TypeError("no message")
+        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
+            raise EngineError(f"{url} answered no chat completion: {error}") from error
+        return dict(answer)
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        if request.request is None:
+            raise EngineError("a chat server needs messages")
+        await self._running.wait()
+        task = asyncio.get_running_loop().create_task(self._post(self._body(request, request.request)))
+        self._flying[request.id] = task
+        try:
+            answer = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            aborted = task.cancelled()
+            task.cancel()
+            if not aborted:
+                raise
+            return Sample(_NONE, np.empty(0, np.float32), _NONE, Finish.ABORT, 0, prompt=_NONE)
+        finally:
+            self._flying.pop(request.id, None)
+        return self._read(answer)
+
+    def _body(self, request: SampleRequest, asked: Request) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [message_json(message) for message in asked.messages],
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            **self._extra,
+        }
+        if asked.tools:
+            body["tools"] = [tool.as_function() for tool in asked.tools]
+        if request.stop_strings:
+            body["stop"] = list(request.stop_strings)
+        if request.seed is not None:
+            body["seed"] = request.seed
+        if asked.template_args:
+            body["chat_template_kwargs"] = asked.template_args
+        return body
+
+    def _read(self, answer: Mapping[str, Any]) -> Sample:
+        choice = answer["choices"][0]
+        finish = _FINISH.get(str(choice.get("finish_reason")), Finish.STOP)
+        told = _logprobs(choice)
+        ids, prompt, flags = _NONE, _NONE, ["rendered_elsewhere"]
+        if self._capture is Capture.TOKENS:
+            ids = np.asarray(choice.get("token_ids") or [], np.int32)
+            prompt = np.asarray(answer.get("prompt_token_ids") or choice.get("prompt_token_ids") or [], np.int32)
+        elif self._capture is Capture.LOGPROBS and self._tokenizer is not None:
+            known = [self._tokenizer.id_of_text(token) for token, _ in told]
+            if all(id is not None for id in known):
+                ids = np.asarray(known, np.int32)
+                flags.append("ids_from_text")
+        logprobs = np.asarray([logprob for _, logprob in told], np.float32)
+        if len(logprobs) != len(ids):
+            if self._capture is Capture.TOKENS:
+                raise EngineError(f"the server told {len(ids)} ids and {len(logprobs)} logprobs")
+            ids, logprobs = _NONE, np.empty(0, np.float32)
+            flags.append("no_ids")
+        return Sample(
+            ids,
+            logprobs,
+            np.full(len(ids), self._version, np.int32),
+            finish,
+            prompt_tokens=len(prompt),
+            cached_tokens=_cached(answer),
+            flags=tuple(flags),
+            prompt=prompt,
+            reply=_reply(choice["message"], finish),
+        )
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            if id in self._flying:
+                self._flying[id].cancel()
+
+    async def pause(self, mode: PauseMode = PauseMode.DRAIN, deadline: float | None = None) -> None:
+        """No request crosses an update: with `abort`, those in flight are given up and sampled anew afterwards."""
+        self._running.clear()
+        if mode is PauseMode.DRAIN and self._flying:
+            await asyncio.wait(list(self._flying.values()), timeout=deadline)
+        flying = list(self._flying.values())
+        await self.abort(list(self._flying))
+        await asyncio.gather(*flying, return_exceptions=True)
+
+    async def resume(self, version: int | None = None) -> None:
+        if version is not None:
+            self._version = version
+        self._running.set()
+
+    async def ready(self) -> None:
+        await self._running.wait()
+
+    async def update_weights(self, folder: Path, version: int) -> None:
+        raise EngineError("a chat server's weights cannot be replaced from here: pause, replace them there, resume")
+
+    async def close(self) -> None:
+        await self.abort(list(self._flying))
+        if self._http is not None:
+            with contextlib.suppress(aiohttp.ClientError):
+                await self._http.close()
+
+
+def _level(answer: Mapping[str, Any]) -> Capture:
+    choice = answer["choices"][0]
+    has_prompt = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    if choice.get("token_ids") and has_prompt and _logprobs(choice):
+        return Capture.TOKENS
+    return Capture.LOGPROBS if _logprobs(choice) else Capture.TEXT
+
+
+def _logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
+    content = (choice.get("logprobs") or {}).get("content") or []
+    return [(str(token.get("token", "")), float(token.get("logprob", 0.0))) for token in content]
+
+
+def _cached(answer: Mapping[str, Any]) -> int:
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """A neutral message as OpenAI's chat completions have it."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.media:
+        parts: list[dict[str, Any]] = [{"type": "text", "text": message.text}] if message.text else []
+        images = [media for media in message.media if media.kind == "image"]
+        fields["content"] = parts + [{"type": "image_url", "image_url": {"url": media.url}} for media in images]
+    if message.role == "assistant":
+        if message.reasoning:
+            fields["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            fields["tool_calls"] = [_call_json(call) for call in message.tool_calls]
+    elif message.role == "tool":
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def _call_json(call: ToolCall) -> dict[str, Any]:
+    if isinstance(call.arguments, str):
+        text = orjson.dumps({"input": call.arguments}).decode() if call.custom else call.arguments
+    else:
+        text = orjson.dumps(call.arguments).decode()
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
+
+
+def _reply(message: Mapping[str, Any], finish: Finish) -> Reply:
+    calls = []
+    malformed = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or {}
+        text = str(function.get("arguments") or "{}")
+        try:
+            arguments = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            arguments = None
+        if not isinstance(arguments, dict) or not function.get("name"):
+            malformed.append(orjson.dumps(call).decode())
+            continue
+        calls.append(ToolCall(str(call.get("id") or ""), str(function["name"]), arguments))
+    text = "\n".join(part for part in [str(message.get("content") or ""), *malformed] if part)
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or None
+    return Reply(text, str(reasoning) if reasoning else None, tuple(calls), finish, malformed=tuple(malformed))
