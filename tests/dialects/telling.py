@@ -1,0 +1,128 @@
+"""The same neutral conversation told in each of the four dialects, as an agent that echoes faithfully would tell it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from towline.conversation import Message, Tool
+from towline.dialects.base import Call
+from towline.dialects.sealed import seal
+
+Body = dict[str, Any]
+
+
+def calls_of(dialect: str, messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
+    return globals()[dialect](messages, tools)
+
+
+def chat(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
+    told: list[Body] = []
+    for message in messages:
+        item: Body = {"role": message.role, "content": message.text}
+        if message.role == "tool":
+            item["tool_call_id"] = message.tool_call_id
+        if message.reasoning:
+            item["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            item["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+                for c in message.tool_calls
+            ]
+        told.append(item)
+    return Call("generate", {"model": "m", "messages": told, "tools": [tool.as_function() for tool in tools]})
+
+
+def responses(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
+    told: list[Body] = []
+    body: Body = {"model": "m", "input": told}
+    for place, message in enumerate(messages):
+        if message.role == "tool":
+            told.append({"type": "function_call_output", "call_id": message.tool_call_id, "output": message.text})
+        elif message.role == "system" and place == 0:
+            body["instructions"] = message.text
+        elif message.role == "assistant":
+            told += _items(message, place)
+        else:
+            content = [{"type": "input_text", "text": message.text}]
+            told.append({"type": "message", "role": "user", "content": content})
+    body["tools"] = [
+        {"type": "function", "name": t.name, "description": t.description, "parameters": t.parameters} for t in tools
+    ]
+    return Call("generate", body)
+
+
+def _items(message: Message, place: int) -> list[Body]:
+    items: list[Body] = []
+    if message.reasoning:
+        sealed = {"summary": [], "encrypted_content": seal(message.reasoning)}
+        items.append({"type": "reasoning", "id": f"rs_{place}", **sealed})
+    if message.text or not message.tool_calls:
+        content = [{"type": "output_text", "text": message.text, "annotations": []}]
+        items.append({"type": "message", "role": "assistant", "id": f"msg_{place}", "content": content})
+    for call in message.tool_calls:
+        made = {"call_id": call.id, "name": call.name, "arguments": json.dumps(call.arguments)}
+        items.append({"type": "function_call", **made})
+    return items
+
+
+def messages(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
+    told: list[Body] = []
+    body: Body = {"model": "m", "max_tokens": 100, "messages": told}
+    for place, message in enumerate(messages):
+        if message.role == "system" and place == 0:
+            body["system"] = [{"type": "text", "text": message.text}]
+            continue
+        if message.role == "assistant":
+            content: list[Body] = []
+            if message.reasoning:
+                content.append({"type": "thinking", "thinking": message.reasoning, "signature": "s"})
+            if message.text:
+                content.append({"type": "text", "text": message.text})
+            content += [
+                {"type": "tool_use", "id": c.id, "name": c.name, "input": c.arguments} for c in message.tool_calls
+            ]
+            told.append({"role": "assistant", "content": content or [{"type": "text", "text": ""}]})
+            continue
+        block: Body = {"type": "text", "text": message.text}
+        if message.role == "tool":
+            block = {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": message.text}
+        if told and told[-1]["role"] == "user":
+            told[-1]["content"].append(block)
+        else:
+            told.append({"role": "user", "content": [block]})
+    body["tools"] = [{"name": t.name, "description": t.description, "input_schema": t.parameters} for t in tools]
+    return Call("generate", body)
+
+
+def google(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
+    told: list[Body] = []
+    body: Body = {"contents": told}
+    for place, message in enumerate(messages):
+        if message.role == "system" and place == 0:
+            body["systemInstruction"] = {"parts": [{"text": message.text}]}
+            continue
+        if message.role == "assistant":
+            parts: list[Body] = []
+            if message.reasoning:
+                parts.append({"text": message.reasoning, "thought": True})
+            if message.text or not message.tool_calls:
+                parts.append({"text": message.text})
+            parts += [{"functionCall": {"id": c.id, "name": c.name, "args": c.arguments}} for c in message.tool_calls]
+            told.append({"role": "model", "parts": parts})
+            continue
+        part: Body = {"text": message.text}
+        if message.role == "tool":
+            response = {"id": message.tool_call_id, "name": message.name, "response": {"output": message.text}}
+            part = {"functionResponse": response}
+        if told and told[-1]["role"] == "user":
+            told[-1]["parts"].append(part)
+        else:
+            told.append({"role": "user", "parts": [part]})
+    declared = [
+        {"name": t.name, "description": t.description, "parametersJsonSchema": t.parameters} for t in tools
+    ]
+    if declared:
+        body["tools"] = [{"functionDeclarations": declared}]
+    return Call("generate", body, path={"model": "m"})
