@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "tokens": LEAVES | {"schema"},
     "engines": LEAVES,
     "engines.scripted": LEAVES | {"tokens"},
+    "engines.openai": LEAVES | {"tokens"},
     # The endpoint that harnesses talk to: no sandbox, no node, no server
     "gateway": CORE | {"dialects", "tokens", "engines"},
     # Where and how a session runs
@@ -52,11 +53,12 @@ ALLOWED: dict[str, set[str]] = {
     # On top
     "view": LEAVES | {"schema"},
     "audit": CORE | {"assets", "dialects", "engines", "gateway", "tokens", "view"},
-    "bench": CORE | {"assets", "dialects", "engines", "gateway", "tokens"},
-    "demo": CORE | {"assets", "audit", "dialects", "engines", "gateway", "tokens", "view"},
+    "benchmarks": CORE | {"assets", "dialects", "engines", "gateway", "tokens"},
+    "tiny": CORE | {"engines", "tokens"},
+    "demo": CORE | {"assets", "audit", "dialects", "engines", "gateway", "tiny", "tokens", "view"},
 }
 # The command line may import everything, and nothing but `python -m towline` imports it.
-ALLOWED["cli"] = set(ALLOWED) - {"engines.scripted"}
+ALLOWED["cli"] = {part for part in ALLOWED if "." not in part}
 ALLOWED["__main__"] = {"cli"}
 """What each part may import, besides itself. A longer name stands before a shorter one (`engines.scripted`)."""
 

@@ -120,9 +120,7 @@ def google(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
             told[-1]["parts"].append(part)
         else:
             told.append({"role": "user", "parts": [part]})
-    declared = [
-        {"name": t.name, "description": t.description, "parametersJsonSchema": t.parameters} for t in tools
-    ]
+    declared = [{"name": t.name, "description": t.description, "parametersJsonSchema": t.parameters} for t in tools]
     if declared:
         body["tools"] = [{"functionDeclarations": declared}]
     return Call("generate", body, path={"model": "m"})

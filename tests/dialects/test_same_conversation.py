@@ -22,7 +22,11 @@ from towline.tokens.settle import settle
 
 TOOLS = (
     Tool("bash", "Runs a command.", {"type": "object", "properties": {"command": {"type": "string"}}}),
-    Tool("edit", "Edits a file.", {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}}),
+    Tool(
+        "edit",
+        "Edits a file.",
+        {"type": "object", "properties": {"path": {"type": "string"}, "n": {"type": "integer"}}},
+    ),
 )
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=20).filter(str.strip)
 ARGUMENTS = st.dictionaries(

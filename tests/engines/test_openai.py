@@ -93,7 +93,9 @@ async def served(upstream: Upstream) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def captured(upstream: Upstream, tmp_path: Path, *, keep_reasoning: bool, tokenizer: bool) -> tuple[Any, Trajectory]:
+async def captured(
+    upstream: Upstream, tmp_path: Path, *, keep_reasoning: bool, tokenizer: bool
+) -> tuple[Any, Trajectory]:
     """Two questions with a tool call each, through the gateway over the upstream."""
     codec = upstream.codec
     async with served(upstream) as url:

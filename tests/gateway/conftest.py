@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import uvloop
-from gateway_rig import Rig, running_gateway
+from gateway_rig import Rig, Start, running_gateway
 
 from towline.tokens.codec import Codec
 from towline.tokens.loading import load_codec
-
-Start = Callable[..., AbstractAsyncContextManager[Rig]]
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

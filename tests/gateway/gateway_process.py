@@ -96,7 +96,11 @@ def _fork_gateways(tokenizer: Path) -> None:
     import uvicorn  # noqa: F401
     import uvloop  # noqa: F401
 
-    import towline.schema  # noqa: F401
+    import towline.config
+    import towline.dialects.registry
+    import towline.engines.scripted
+    import towline.tokens.assemble
+    import towline.tokens.continuation  # noqa: F401
     from towline.tokens.loading import load_codec
 
     codec = load_codec(tokenizer)
@@ -137,6 +141,9 @@ def _run_gateway(codec: Any, order: dict[str, Any]) -> None:
         """No two samples are the same, in whatever process."""
 
         def _say(self, request: SampleRequest) -> Say:
+            assert request.request is not None
+            if request.request.messages[-1].text == "break":
+                raise RuntimeError("this was not foreseen")
             nonce = os.urandom(6).hex()
             calls = [ToolCall("", "bash", {"command": f"{nonce} {n}"}) for n in range(int(nonce, 16) % 3)]
             return Say("" if calls else f"said {nonce}", f"for {request.group}", calls, delay=os.urandom(1)[0] / 20_000)

@@ -116,6 +116,10 @@ class Rig:
             return response.status, json.loads(await response.read())
 
 
+Start = Callable[..., contextlib.AbstractAsyncContextManager[Rig]]
+"""Starts a gateway: the fixture `start`."""
+
+
 @dataclass
 class Wire:
     """A connection of one's own, to be read slowly or cut off."""

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import Start
-from gateway_rig import Opened, Rig, Wire, assert_one_chain, chat, eventually, message_of, user
+from gateway_rig import Opened, Rig, Start, Wire, assert_one_chain, chat, eventually, message_of, user
 
 from towline.conversation import Finish, Request
 from towline.engines.scripted import Say

@@ -6,8 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from conftest import Start
-from gateway_rig import Opened, Rig, assert_one_chain, chat, message_of, results, user
+from gateway_rig import Opened, Rig, Start, assert_one_chain, chat, message_of, results, user
 
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say

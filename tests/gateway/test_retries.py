@@ -9,8 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import Start
-from gateway_rig import Opened, Rig, Wire, assert_one_chain, chat, eventually, message_of, results, user
+from gateway_rig import Opened, Rig, Start, Wire, assert_one_chain, chat, eventually, message_of, results, user
 
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say
@@ -106,6 +105,28 @@ async def test_several_choices_are_retried_together(start: Start) -> None:
         wire.cut()
         await eventually(lambda: len(rig.gateway.sessions[session.id].waiting.abandoned) == 2)
         assert await ask(rig, session, n=2) == "sample 6 | sample 7"
+
+
+async def test_choices_of_which_a_restart_left_one(start: Start) -> None:
+    """Half an answer is none: all of them are sampled anew."""
+    delays = iter((0, 600, 0, 0))
+
+    def say(_: Request) -> Say:
+        delay = next(delays)
+        return Say(f"after {delay}", delay=delay)
+
+    async with start(say, drain_seconds=0) as rig:
+        session = await rig.open()
+        wire = await Wire.send(session, chat(user("hi"), n=2))
+        await eventually(lambda: [node.finish is not None for node in nodes(rig, session)] == [True, False])
+        await eventually(lambda: len(rig.gateway.sessions[session.id].work) == 1)
+    wire.cut()
+    async with start(say) as rig:
+        session.base_url = rig.running.base_url + "/v1"
+        assert len(nodes(rig, session)) == 1
+        assert await ask(rig, session, n=2) == "after 0 | after 0"
+        trajectory = await rig.seal(session)
+    assert [turn.role is TurnRole.DISCARDED for turn in trajectory.turns] == [True, False, False]
 
 
 async def test_two_who_wait_for_one_turn(start: Start) -> None:

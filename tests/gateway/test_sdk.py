@@ -11,8 +11,20 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from conftest import Start
-from gateway_rig import TOOLS, Rig, assemble, assert_one_chain, chat, message_of, results, sampled, says, system, user
+from gateway_rig import (
+    TOOLS,
+    Rig,
+    Start,
+    assemble,
+    assert_one_chain,
+    chat,
+    message_of,
+    results,
+    sampled,
+    says,
+    system,
+    user,
+)
 
 from towline.conversation import Request, ToolCall
 from towline.engines.base import Sample, SampleRequest
@@ -274,5 +286,14 @@ async def test_replies_that_json_can_hardly_hold(start: Start, codec: Codec) -> 
         session.base_url = rig.running.base_url + "/v1"
         for _ in range(3):
             await one(rig, messages)
+        assert_one_chain(await rig.trajectory(session), 7)
+        # A harness may send such things as well.
+        call = {"id": "x", "function": {"name": "edit", "arguments": '{"a":' * 250 + "1" + "}" * 250}}
+        result = {"role": "tool", "tool_call_id": "x", "content": "done"}
+        messages[-1:] = [{"role": "assistant", "tool_calls": [call]}, result]
+        await one(rig, messages)
+    async with start(say) as rig:
         trajectory = await rig.seal(session)
-    assert_one_chain(trajectory, 7)
+    assert len(trajectory.turns) == 8
+    assert "[[[[" in json.dumps(trajectory.turns[2].reply)
+    assert trajectory.turns[7].messages[-2]["tool_calls"][0]["arguments"] == json.loads(call["function"]["arguments"])

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conftest import Start
 from gateway_rig import (
     Opened,
     Rig,
+    Start,
     assert_one_chain,
     chat,
     eventually,
@@ -179,8 +179,15 @@ async def test_a_restart_with_many_sessions(codec: Codec, tmp_path: Path) -> Non
         talks = await asyncio.gather(*(converse(rig, session, 3) for session in sessions))
         for session in sessions[:3]:
             sealed[session.id] = await rig.seal(session)
+        # An id may be used again once its trajectory was moved away; then it is a session like any other.
+        old = await rig.open(id="old")
+        await converse(rig, old, 1)
+        await rig.seal(old)
+        (tmp_path / "trajectories" / "old.arrow").rename(tmp_path / "moved.arrow")
+        again = await rig.open(id="old")
+        await converse(rig, again, 2)
     async with running_gateway(codec, tmp_path, engine=Nonced(codec)) as rig:
-        assert set(rig.gateway.sessions) == {"s3", "s4", "s5"}
+        assert set(rig.gateway.sessions) == {"s3", "s4", "s5", "old"}
         for session in sessions:
             session.base_url = rig.running.base_url + "/v1"
         for session, received in zip(sessions, talks, strict=True):
@@ -193,12 +200,6 @@ async def test_a_restart_with_many_sessions(codec: Codec, tmp_path: Path) -> Non
                 trajectory = await rig.trajectory(session)
                 assert [sampled(codec, trajectory, index) for index in range(3)] == received
                 assert trajectory.metadata == {"n": int(session.id[1:])}
-        assert {record.fields["session"] for record in rig.gateway.journal.records()} == {"s3", "s4", "s5"}
-        # An id may be used again once its trajectory was moved away; then it is a session like any other.
-        (tmp_path / "trajectories" / "s0.arrow").rename(tmp_path / "moved.arrow")
-        again = await rig.open(id="s0")
-        await converse(rig, again, 2)
-    async with running_gateway(codec, tmp_path, engine=Nonced(codec)) as rig:
-        assert_one_chain(await rig.trajectory(again), 2)
+        assert {record.fields["session"] for record in rig.gateway.journal.records()} == {"s3", "s4", "s5", "old"}
     async with running_gateway(codec, tmp_path, engine=Nonced(codec)) as rig:
         assert_one_chain(await rig.trajectory(again), 2)

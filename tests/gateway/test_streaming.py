@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from conftest import Start
-from gateway_rig import Wire, assemble, assert_one_chain, chat, eventually, message_of, results, user
+from gateway_rig import Start, Wire, assemble, assert_one_chain, chat, eventually, message_of, results, user
 
 from towline.conversation import Request
 from towline.engines.base import Sample, SampleRequest

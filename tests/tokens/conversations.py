@@ -268,7 +268,16 @@ class Talk:
             before = self.sent[node.parent] + node.parent.sampled.tolist()
             assert prompt[: len(before)] == before
             assert prompt[len(before) :] == node.suffix.tolist()
+        self._check_shown(node)
         return Asked(node, list(messages), prompt, plan.new)
+
+    def _check_shown(self, node: Node) -> None:
+        """Whatever is new to the turn stands in its suffix, in order."""
+        text, place = self.text(node.suffix), 0
+        for message in node.new:
+            word = re.match(r"\w+", message.text.strip()) if message.role != "assistant" else None
+            if word is not None:
+                place = text.index(word.group(), place) + len(word.group())
 
     def finish(self, asked: Asked, say: Say | str | None = None, *, deliver: bool = True, abort: bool = False) -> Asked:
         """The turn's sampled tokens and reply."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conversations import Asked, Say, Talk, call, real, system, templated, user
+from conversations import TOOLS, Asked, Say, Talk, call, real, system, templated, user
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +14,9 @@ from towline.conversation import Message
 from towline.errors import FidelityError
 from towline.schema import BuilderName, ContextPolicy, ForkReason, Trajectory, TurnRole
 from towline.tokens import graph as graph_module
+from towline.tokens.assemble import _unlike
 from towline.tokens.builders import distinct_tokens
-from towline.tokens.continuation import Capture
+from towline.tokens.continuation import Capture, Vanishing
 
 EXACT, MERGED, PER_TURN = BuilderName.EXACT, BuilderName.MERGED, BuilderName.PER_TURN
 TASK = "Fix the failing test."
@@ -163,12 +164,21 @@ def test_roles_that_are_not_trained() -> None:
 
 # Everything at once
 
+DEEDS = ["go on", "go on", "edit", "again", "fly", "land", "abort", "lose", "compact", "note", "foreign", "prefill"]
+DEEDS += ["other tools", "no thinking", "noise"]
+
 
 @given(st.data())
 def test_any_session_is_accounted_for(data: st.DataObject) -> None:
     """Whatever a harness does in whatever order: `Talk` checks the invariant at each call, the trajectory the rest."""
     name = data.draw(st.sampled_from(["qwen3", "glm4moe", "qwen3_5_think"]))
-    talk = Talk(templated(name), policy=data.draw(st.sampled_from(list(ContextPolicy))))
+    talk = Talk(
+        templated(name, renderer=data.draw(st.sampled_from(["auto", "sentinel"]))),
+        policy=data.draw(st.sampled_from(list(ContextPolicy))),
+        vanishing=data.draw(st.sampled_from(list(Vanishing))),
+        capture=data.draw(st.sampled_from([Capture.EXACT, Capture.EXACT, Capture.PLAIN])),
+        noise=[r"\[\d+\]"],
+    )
     number = iter(range(10_000))
 
     def say() -> Say:
@@ -188,9 +198,24 @@ def test_any_session_is_accounted_for(data: st.DataObject) -> None:
     flying: list[Asked] = []
     for _ in range(data.draw(st.integers(1, 6))):
         turn = data.draw(st.sampled_from(turns))
-        what = data.draw(st.sampled_from(["go on", "go on", "edit", "again", "fly", "land", "abort", "lose", "compact"]))
+        what = data.draw(st.sampled_from(DEEDS))
         if what == "go on":
             turns.append(talk.ask(going_on(turn), say()))
+        elif what == "note":
+            turns.append(talk.ask([*going_on(turn), user(f"Note {next(number)}.")], say()))
+            turns[-1].request.pop()
+        elif what == "foreign":
+            turns.append(talk.ask([*going_on(turn), Message("assistant", "Yes."), user("And?")], say()))
+        elif what == "prefill" and not turn.calls:
+            turns.append(talk.ask(turn.history, say()))
+        elif what == "other tools":
+            turns.append(talk.ask(going_on(turn), say(), tools=TOOLS[:1]))
+        elif what == "no thinking":
+            turns.append(talk.ask(going_on(turn), say(), args={"enable_thinking": False}))
+        elif what == "noise":
+            messages = going_on(turn)
+            messages[0] = system(f"[{next(number)}]{system().text}")
+            turns.append(talk.ask(messages, say()))
         elif what == "edit":
             messages = going_on(turn)
             place = data.draw(st.integers(0, len(messages) - 2))
@@ -226,6 +251,49 @@ def test_distinct_tokens_of_large_ids() -> None:
     two = np.asarray([1, 300, 3], np.int32)
     assert distinct_tokens([one, two, one]) == 5
     assert distinct_tokens([]) == 0
+
+
+# What a plain server would have shown
+
+
+def difference(talk: Talk, turn: Asked, plain: list[int]) -> float | None:
+    made = talk.trajectory(plain_prompts={turn.node: np.asarray(plain, np.int32)})
+    return made.report.plain_difference
+
+
+def test_share_that_a_plain_server_would_show_differently() -> None:
+    kept = Talk(real("qwen3"))
+    last = conversation(kept, canonical=True, think=False)[-1]
+    assert difference(kept, last, kept.plain(last.request, last.node)) == 0
+    assert kept.trajectory().report.plain_difference is None
+    dropped = Talk(real("qwen3"))
+    turns = conversation(dropped, canonical=True, keep=False)
+    last = turns[-1]
+    plain = dropped.plain(last.request, last.node)
+    share = difference(dropped, last, plain)
+    # Nothing is new in the plain prompt, so what ours has more is what differs.
+    assert share == (len(last.prompt) - len(plain)) / len(last.prompt)
+    assert 0.05 < share < 0.5
+
+
+@given(st.data())
+def test_unlike_tokens_are_those_left_out(data: st.DataObject) -> None:
+    """Pieces of at least a row in common, in any arrangement of what only one side has."""
+    fresh = iter(range(1, 10_000))
+
+    def piece(least: int) -> list[int]:
+        return [next(fresh) for _ in range(data.draw(st.integers(least, 20)))]
+
+    ours: list[int] = []
+    theirs: list[int] = []
+    alone = 0
+    for _ in range(data.draw(st.integers(0, 5))):
+        common, mine, other = piece(8), piece(0), piece(0)
+        ours += common + mine
+        theirs += common + other
+        alone += len(mine)
+    last = piece(0)
+    assert _unlike(np.asarray(ours + last, np.int32), np.asarray(theirs + last, np.int32)) == alone
 
 
 # Controls: with a check switched off, the next one catches it

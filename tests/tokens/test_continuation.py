@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
-from conversations import BASH, READ, TOOLS, Say, Talk, call, real, result, system, template_source, templated, user
+from conversations import BASH, TOOLS, Say, Talk, call, real, result, system, template_source, templated, user
 
 from towline.conversation import Hints, Message, ToolCall
 from towline.schema import ContextPolicy, ForkReason, TurnRole
@@ -21,7 +22,13 @@ BOTH = Say("Reading both.", (call("bash", command="git log"), call("read", path=
 DONE = Say("The test passes now.", (), "Everything is there.")
 BARE = Say("", (call("bash", command="ls -la /src"),))
 
-CODECS = [("real", "qwen3"), ("real", "qwen2_5"), ("templated", "glm4moe"), ("templated", "qwen3_5_think")]
+CODECS = [
+    ("real", "qwen3"),
+    ("real", "qwen2_5"),
+    ("real", "llama3_2"),
+    ("templated", "glm4moe"),
+    ("templated", "qwen3_5_think"),
+]
 CODECS += [("templated", "deepseekv3"), ("templated", "gptoss"), ("templated", "nemotron_3_nano")]
 
 
@@ -124,6 +131,24 @@ def test_edited_first_message_keeps_what_was_sampled(codec: SentinelCodec) -> No
     assert talk.roles == [MAIN] * 4
 
 
+def test_replies_that_say_the_same_are_spliced_in_their_places() -> None:
+    talk = Talk(real("qwen3"))
+    turn = talk.ask([system(), user(TASK)], Say("OK.", (), "Thought 0."))
+    turns = [turn]
+    for number in range(1, 5):
+        turn = talk.ask([*turn.history, user(f"Step {number}.")], Say("OK.", (), f"Thought {number}."))
+        turns.append(turn)
+    edited = [*turn.history, user("And now?")]
+    edited[1] = user("Something else.")
+    last = talk.ask(edited, DONE)
+    assert last.node.reason is ForkReason.HISTORY_EDITED
+    assert re.findall(r"Thought (\d)", talk.text(last.prompt)) == list("01234")
+    # A harness that says the same itself has edited nothing.
+    inserted = talk.ask([*last.history, user("?"), Message("assistant", "OK."), user("Go on.")], "Yes.")
+    assert inserted.node.parent is last.node
+    assert inserted.node.reason is None
+
+
 def test_dropped_reasoning_under_each_policy() -> None:
     for codec in (real("qwen3"), templated("glm4moe")):
         for policy, reasons in (
@@ -172,8 +197,8 @@ def test_replies_without_reasoning(codec: SentinelCodec, policy: ContextPolicy) 
     """Nothing to drop: only a template that shows its own opening differently forks, and only where that counts."""
     talk = Talk(codec, policy=policy)
     first = talk.ask([system(), user(TASK)], BARE)
-    second = talk.ask(first.answered("parser.py"), replace(BOTH, think=None))
-    third = talk.ask(second.answered("abc", "def"), "Done.")
+    second = talk.ask(first.answered("parser.py"), Say("Reading on.", (call("read", path="parser.py"),)))
+    third = talk.ask(second.answered("abc"), "Done.")
     rewritten = policy is not ContextPolicy.RETAIN and codec.template.source in map(template_source, REWRITING)
     assert talk.reasons[1] == (ForkReason.TEMPLATE_REWRITE if rewritten else None)
     if rewritten:
@@ -401,7 +426,9 @@ def test_end_that_opens_the_next_message_must_be_that_one(renderer: str) -> None
         talk = Talk(codec)
         first = talk.ask([user(TASK)], replace(LOOK, end=wrong))
         second = talk.ask(first.answered("parser.py"), DONE)
-        assert second.prompt[: len(first.prompt) + len(first.sampled)] == first.prompt + first.sampled[:-1] + [observation]
+        assert second.prompt[: len(first.prompt) + len(first.sampled)] == first.prompt + first.sampled[:-1] + [
+            observation
+        ]
         assert second.node.root is first.node
 
 

@@ -29,7 +29,19 @@ FAMILIES = {
 """By template, the first renderer in the package's own order that does what the template does."""
 FRAME = Frame(TOOLS, {}, lambda: DAY)
 WORDS = st.sampled_from(
-    ["ok", "a\nb", " padded ", "\n\nx\n\n", "", "{}", "<|im_end|>", "<think>no</think>", "</think>", "</tool_response>", "é🎉"]
+    [
+        "ok",
+        "a\nb",
+        " padded ",
+        "\n\nx\n\n",
+        "",
+        "{}",
+        "<|im_end|>",
+        "<think>no</think>",
+        "</think>",
+        "</tool_response>",
+        "é🎉",
+    ]
 )
 
 
@@ -43,6 +55,29 @@ def test_recognised_by_what_they_do() -> None:
 
 def sampled(codec: SentinelCodec, reply: Message) -> list[int]:
     return codec.write(reply.text, reply.reasoning, reply.tool_calls, FRAME)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_messages_in_odd_places(name: str) -> None:
+    """A bridge may take a system message in the middle where its template refuses one; else they agree."""
+    family, sentinel = templated(name), templated(name, renderer="sentinel")
+    reply = Message("assistant", "An answer.", "Thinking.")
+    before = [system(), user("Go.")]
+    prompt = np.asarray(family.prompt(before, FRAME).ids, np.int32)
+    ids = np.asarray(sampled(family, reply), np.int32)
+    stray = Message("tool", "stray", name="bash", tool_call_id="x")
+    for new in ([system("QUICK"), user("LAST")], [user("LAST"), system("QUICK")], [stray, user("LAST")]):
+        try:
+            expected = sentinel.extend(before, reply, prompt, ids, new, FRAME).ids
+        except Unbridgeable:
+            if name == "glm4moe":
+                with pytest.raises(Unbridgeable):
+                    family.extend(before, reply, prompt, ids, new, FRAME)
+            else:
+                text = family.tokenizer.decode(family.extend(before, reply, prompt, ids, new, FRAME).ids)
+                assert all(message.text in text for message in new)
+        else:
+            assert family.extend(before, reply, prompt, ids, new, FRAME).ids == expected
 
 
 @st.composite
@@ -110,9 +145,10 @@ def test_unknown_arguments_and_families() -> None:
     prompt = np.asarray(codec.prompt([user("?")], odd).ids, np.int32)
     plain = real("qwen3", renderer="sentinel")
     new = [user("And?")]
-    assert codec.extend([user("?")], reply, prompt, ids, new, odd).ids == plain.extend(
-        [user("?")], reply, prompt, ids, new, odd
-    ).ids
+    assert (
+        codec.extend([user("?")], reply, prompt, ids, new, odd).ids
+        == plain.extend([user("?")], reply, prompt, ids, new, odd).ids
+    )
     with pytest.raises(ConfigError, match="not known to renderers"):
         make_codec(codec.tokenizer, codec.template, renderer="no-such-family")
     with pytest.raises(ConfigError, match="does not fit"):

@@ -20,7 +20,7 @@ JSON = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8
 )
 ARGUMENTS = st.dictionaries(st.text(), JSON, max_size=3)
-TEXT = st.text(alphabet="ab <>/\r\n\t{}\"é\u3000", max_size=12)
+TEXT = st.text(alphabet='ab <>/\r\n\t{}"é\u3000', max_size=12)
 
 
 def same(one: Any, two: Any) -> bool:
@@ -76,12 +76,14 @@ MESSAGES = st.builds(
     st.sampled_from(["system", "user", "assistant", "tool"]),
     TEXT,
     st.none() | st.text(max_size=3),
-    st.lists(st.builds(ToolCall, st.text(max_size=3), st.sampled_from(["a", "b"]), ARGUMENTS | TEXT), max_size=2).map(tuple),
-    st.text(max_size=3),
-    st.text(max_size=3),
-    st.lists(st.builds(Media, st.sampled_from(["image", "file"]), st.sampled_from(["0" * 64, "1" * 64]), TEXT), max_size=2).map(
+    st.lists(st.builds(ToolCall, st.text(max_size=3), st.sampled_from(["a", "b"]), ARGUMENTS | TEXT), max_size=2).map(
         tuple
     ),
+    st.text(max_size=3),
+    st.text(max_size=3),
+    st.lists(
+        st.builds(Media, st.sampled_from(["image", "file"]), st.sampled_from(["0" * 64, "1" * 64]), TEXT), max_size=2
+    ).map(tuple),
 )
 
 
@@ -90,7 +92,10 @@ def meaning(message: Message) -> Any:
     text = message.text.replace("\r\n", "\n")
     if message.role == "assistant":
         text = re.sub(r"\A\s*<think>.*?</think>", "", text, count=1, flags=re.DOTALL)
-    calls = [(c.name, c.arguments.strip().encode() if isinstance(c.arguments, str) else canonical(c.arguments)) for c in message.tool_calls]
+    calls = [
+        (c.name, c.arguments.strip().encode() if isinstance(c.arguments, str) else canonical(c.arguments))
+        for c in message.tool_calls
+    ]
     return message.role, text.strip(), [(m.kind, m.digest) for m in message.media], calls
 
 

@@ -99,6 +99,17 @@ def test_headers_take_precedence() -> None:
     assert one.roles == [MAIN, MAIN, SUBAGENT, SUBAGENT, SUBAGENT]
 
 
+def test_a_sub_agent_that_goes_on_from_its_parents_history() -> None:
+    one = talk()
+    first = one.ask([system(), user(TASK)], LOOK, hints=Hints(session="a"))
+    fork = one.ask([*first.answered("x"), user("You search.")], LOOK, hints=Hints(session="a", agent="b"))
+    one.ask(first.answered("x"), "Done.", hints=Hints(session="a"))
+    one.ask(fork.answered("y"), "Found.", hints=Hints(session="a", agent="b"))
+    assert fork.node.parent is first.node
+    assert one.roles == [MAIN, SUBAGENT, MAIN, SUBAGENT]
+    assert [t.role for t in one.trajectory().traces] == [MAIN, SUBAGENT]
+
+
 def test_another_model_is_aside() -> None:
     one = talk()
     one.ask([system(), user(TASK)], LOOK)

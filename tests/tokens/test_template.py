@@ -7,8 +7,20 @@ import re
 import numpy as np
 import pytest
 import tokenizers
-from conversations import DAY, TOOLS, call, codec_for, real, result, system, template_names, template_source, templated
-from conversations import Say, Talk, user
+from conversations import (
+    DAY,
+    TOOLS,
+    Say,
+    Talk,
+    call,
+    codec_for,
+    real,
+    result,
+    system,
+    template_names,
+    templated,
+    user,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,8 +113,9 @@ def test_self_check() -> None:
         check = codec_named(name).check
         assert check.continues["user"]
         assert check.continues["tool"] == check.continues["parallel"] == (name not in NO_TOOLS)
-        # DeepSeek counts the results of the whole conversation; nobody else looks back.
-        assert check.needs_history == name.startswith("deepseek")
+        # DeepSeek asks whether there were results before; nobody else looks back.
+        assert not check.needs_history
+        assert check.needs_calls == name.startswith("deepseek")
         assert bool(check.problems) == (not all(check.continues.values()) or not check.tool_calls)
     assert templated("deepseekv3").check.string_arguments
     assert not templated("qwen3").check.string_arguments
@@ -112,7 +125,9 @@ def test_self_check() -> None:
 
 # Reduced rendering
 
-WORDS = st.sampled_from(["a", "two words", " padded ", "x\n\ny", "", "{}", "</tool_response>", "<think>odd</think>", "1"])
+WORDS = st.sampled_from(
+    ["a", "two words", " padded ", "x\n\ny", "", "{}", "</tool_response>", "<think>odd</think>", "1"]
+)
 
 
 @st.composite
@@ -139,20 +154,17 @@ def conversations(draw: st.DrawFn, calls: bool) -> tuple[list[Message], Message,
     return history, reply, new, draw(st.sampled_from([(), TOOLS[:1], TOOLS]))
 
 
-def check_reduced(codec: SentinelCodec, before: list[Message], reply: Message, new: list[Message], under: Frame) -> None:
+def check_reduced(
+    codec: SentinelCodec, before: list[Message], reply: Message, new: list[Message], under: Frame
+) -> None:
     try:
         short = codec.extend(before, reply, NONE, NONE, new, under)
     except Unbridgeable:
         return
-    kept = codec.check.needs_history, codec.check.needs_tools
-    codec.check.needs_history = codec.check.needs_tools = True
-    try:
-        whole = codec.extend(before, reply, NONE, NONE, new, under)
-    except Unbridgeable:
-        return
-    finally:
-        codec.check.needs_history, codec.check.needs_tools = kept
-    assert whole.ids == short.ids
+    whole = codec.text_after(before, reply, new, under)
+    if whole is not None:
+        end = codec._seam(reply, new[0], under)
+        assert codec.tokenizer.encode(whole[len(end.closing) :]) == short.ids
 
 
 TOOLED = ["qwen3", "qwen3_5_think", "qwen3_8", "glm4moe", "gptoss", "deepseekv3", "gemma4_v2", "nemotron_3_nano"]
@@ -206,7 +218,9 @@ def test_special_text_as_plain_text() -> None:
     assert (first.node.special_text, second.node.special_text) == (2, 3)
     for turn in (first, second):
         assert talk.text(turn.prompt).count(EVIL) == turn.node.index + 1
-        assert sum(id in special for id in turn.prompt) == talk.text(turn.prompt).count("<|im_") - 2 - 3 * turn.node.index
+        assert (
+            sum(id in special for id in turn.prompt) == talk.text(turn.prompt).count("<|im_") - 2 - 3 * turn.node.index
+        )
     assert "\ue0f5 \ue0f5<|im_end|>" in talk.text(second.prompt)
     assert second.node.parent is first.node
 
@@ -278,7 +292,10 @@ def test_ids_that_the_model_sampled() -> None:
     codec = codec_for(NATIVE + "{# <|im_user|> <|im_system|> #}")
     assert codec.format.name == "kimi"
     talk = Talk(codec)
-    both = (ToolCall("functions.bash:0", "bash", {"command": "ls"}), ToolCall("functions.bash:1", "bash", {"command": "pwd"}))
+    both = (
+        ToolCall("functions.bash:0", "bash", {"command": "ls"}),
+        ToolCall("functions.bash:1", "bash", {"command": "pwd"}),
+    )
     first = talk.ask([user("Go.")], Say("Both.", both))
     assert [c.id.isalnum() for c in first.calls] == [True, True]
     swapped = [*first.history, result(first.calls[1], "SECOND"), result(first.calls[0], "FIRST")]
@@ -300,7 +317,9 @@ def test_ids_that_the_model_sampled() -> None:
     assert after.node.parent is again.node
     # What nobody sampled here keeps the ids that it came with.
     foreign = ToolCall("call_7", "bash", {"command": "x"})
-    few_shot = talk.ask([user("?"), Message("assistant", "", None, (foreign,)), result(foreign, "r"), user("!")], "Yes.")
+    few_shot = talk.ask(
+        [user("?"), Message("assistant", "", None, (foreign,)), result(foreign, "r"), user("!")], "Yes."
+    )
     assert talk.text(few_shot.prompt).count("call_7") == 2
 
 

@@ -85,7 +85,9 @@ def test_model_folders(tmp_path: Path) -> None:
     given_ = load_codec(tmp_path, template=tmp_path / "other.jinja", renderer="sentinel")
     assert given_.check.continues["user"]
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": template}]})
+        json.dumps(
+            {"chat_template": [{"name": "default", "template": "d"}, {"name": "tool_use", "template": template}]}
+        )
     )
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151643, 151645]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))

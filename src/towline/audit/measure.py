@@ -25,8 +25,8 @@ from towline.schema import BuilderName, Trace
 from towline.schema.checks import runs
 from towline.tokens.builders import distinct_tokens
 
-_BLOCK = 40
-"""Positions whose logits are held at once: few enough that the allocator keeps the memory between blocks."""
+_BLOCK = 32
+"""Positions whose logits are held at once."""
 
 
 @dataclass(slots=True)
@@ -197,11 +197,12 @@ def logprobs(decoder: Decoder, ids: Ids, places: np.ndarray[tuple[int], np.dtype
     row = torch.from_numpy(np.array(ids, np.int64))
     hidden = decoder.hidden(row[:-1].unsqueeze(0))[0]
     found = []
+    # One buffer, and all in place: over a large vocabulary it is memory that takes the time.
+    buffer = torch.empty(_BLOCK, decoder.config.vocab_size)
     for start in range(0, len(places), _BLOCK):
         block = torch.from_numpy(places[start : start + _BLOCK])
-        logits = hidden[block - 1] @ decoder.head.T
+        logits = torch.mm(hidden[block - 1], decoder.head.T, out=buffer[: len(block)])
         chosen = logits.gather(1, row[block].unsqueeze(1))[:, 0]
-        # In place, since over a large vocabulary it is memory that takes the time.
         largest = logits.amax(-1, keepdim=True)
         found.append(chosen - largest[:, 0] - logits.sub_(largest).exp_().sum(-1).log())
     return torch.cat(found).numpy() if found else np.empty(0, np.float32)

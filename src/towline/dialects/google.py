@@ -1,22 +1,24 @@
 """Google's generateContent.
 
 The model is in the path, and so is whether the answer is streamed. The items of a request are its system instruction, if
-there is one, and its contents; one content may give several neutral messages. `google_items`, `google_parameters` and
-`google_replies` hold the shapes; this module puts them together.
+there is one, and its contents; a content may give several neutral messages, and several contents of the model give one.
+`google_items`, `google_results`, `google_parameters` and `google_replies` hold the shapes; this module puts them together.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import orjson
 
-from towline.conversation import Answer, Message, Request
+from towline.conversation import Answer, Request
 from towline.dialects import google_parameters as parameters
 from towline.dialects.base import Call, Known, Response, Route
-from towline.dialects.google_items import field, holds_objects, read_item, read_system
+from towline.dialects.google_fields import field
+from towline.dialects.google_items import Contents, holds_numbers, is_model
 from towline.dialects.google_replies import (
     JSON_HEADERS,
     GoogleStream,
@@ -30,69 +32,62 @@ from towline.dialects.reading import as_list, as_object, missing, wrong_value
 from towline.errors import ApiError
 
 _SYSTEM = "systemInstruction"
-_BASES = ("/v1beta/models", "/v1/models", "/v1alpha/models", "/v1beta1/publishers/google/models")
+_COUNTED = "generateContentRequest"
 _OPERATIONS = {"generateContent": "generate", "streamGenerateContent": "generate_stream", "countTokens": "count_tokens"}
+_RESOURCE = re.compile(r"(?:v\d\w*/)?(?:projects/[^/]+/locations/[^/]+/)?(?:publishers/[^/]+/)?(?:models/)?(.+)")
+"""What clients put before the name of a model: a version, a project of Vertex, a publisher, the word `models`."""
 
 
 class GoogleDialect:
-    """`POST /v1beta/models/{model}:generateContent` and its kin."""
+    """`POST /v1beta/models/{model}:generateContent` and its kin, under every version and prefix that clients build."""
 
     name: ClassVar[str] = "google"
     routes: ClassVar[tuple[Route, ...]] = (
-        *(
-            Route("POST", f"{base}/{{model}}:{method}", operation)
-            for base in _BASES
-            for method, operation in _OPERATIONS.items()
-        ),
+        *(Route("POST", f"/{{model:path}}:{method}", operation) for method, operation in _OPERATIONS.items()),
         Route("GET", "/v1beta/models", "models"),
         Route("GET", "/v1alpha/models", "models"),
-        Route("GET", "/v1beta/models/{model}", "model"),
         Route("GET", "/v1/models", "models"),
+        Route("GET", "/v1beta1/publishers/google/models", "models"),
+        Route("GET", "/v1beta/models/{model:path}", "model"),
+        Route("GET", "/v1alpha/models/{model:path}", "model"),
         Route("GET", "/v1/models/{model:path}", "model"),
+        Route("GET", "/v1beta1/publishers/google/models/{model:path}", "model"),
     )
 
     def items(self, body: dict[str, Any]) -> list[Any]:
-        source = self._source(as_object(body, "body"))
+        source = _source(as_object(body, "body"))
         contents = source.get("contents")
         if contents is None:
             missing("contents")
-        if isinstance(contents, (dict, str)):
-            contents = [contents]
-        items = as_list(contents, "contents")
+        items = [contents] if isinstance(contents, (dict, str)) else as_list(contents, "contents")
         system = field(source, _SYSTEM)
-        return items if not system else [{_SYSTEM: system}, *items]
-
-    def _source(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body itself, or the request inside a count of tokens."""
-        inner = field(body, "generateContentRequest")
-        return body if inner is None else as_object(inner, "generateContentRequest")
+        if system is None or system in ("", [], {}):
+            return items
+        # A tuple is nothing that JSON could hold, so no content is taken for it.
+        return [(_SYSTEM, system), *items]
 
     def read(self, call: Call, known: Known) -> tuple[Request, Known]:
         items = self.items(call.body)
-        body = self._source(call.body)
-        if not body.get("contents"):
+        body = _source(call.body)
+        if not body["contents"]:
             wrong_value("contents", "at least one content is needed")
         declared = parameters.read_tools(body, known.declared)
-        wire: dict[str, Any] = {}
-        if call.query.get("alt") == "sse":
-            wire["sse"] = True
-        if parameters.includes_thoughts(body):
-            wire["thoughts"] = True
         request = Request(
             dialect=self.name,
-            model=call.path.get("model", ""),
+            model=_model_name(call.path.get("model", "")),
             messages=[],
             tools=declared.tools,
-            tool_choice=parameters.read_tool_choice(body),
+            tool_choice=parameters.read_tool_choice(body, declared),
             sampling=parameters.read_sampling(body),
             stream=call.operation == "generate_stream",
             template_args=parameters.read_template_args(body),
             hints=read_hints(call.headers),
             ignored=parameters.read_ignored(body) + declared.ignored,
-            wire=wire,
+            wire=parameters.read_wire(body, call.query),
         )
         after = _continue(items, known)
         after.declared = declared
+        # A list of its own: whoever reorders the messages of a request must not reorder what is known.
         request.messages = after.messages[:]
         return request, after
 
@@ -118,21 +113,42 @@ class GoogleDialect:
         return "x-goog-api-key" in headers or "x-goog-api-client" in headers
 
 
+def _source(body: dict[str, Any]) -> dict[str, Any]:
+    """The body itself, or the request inside a count of tokens."""
+    inner = field(body, _COUNTED)
+    return body if inner is None else as_object(inner, _COUNTED)
+
+
+def _model_name(resource: str) -> str:
+    found = _RESOURCE.fullmatch(resource)
+    return found.group(1) if found is not None else resource
+
+
+def _next(items: list[Any], known: Known, shared: int) -> list[Any]:
+    """The first items that are not shared, ours and theirs."""
+    return items[shared : shared + 1] + known.items[shared : shared + 1]
+
+
 def _continue(items: list[Any], known: Known) -> Known:
-    """What is known after `items`: the messages of the shared ones as they are, the rest read."""
+    """What is known after `items`: messages that nothing can extend any more as they are, the rest read."""
     shared = known.shared(items)
     kept = bisect_left(known.starts, shared)
-    messages, starts = known.messages[:kept], known.starts[:kept]
-    literal = {index: source for index, source in known.literal.items() if index < shared}
-    led = bool(items) and isinstance(items[0], dict) and _SYSTEM in items[0]
-    for index in range(shared, len(items)):
+    start = shared
+    if kept and known.messages[kept - 1].role == "assistant" and any(map(is_model, _next(items, known, shared))):
+        # What comes next goes on with the model's turn, or what came next last time did.
+        kept -= 1
+        start = known.starts[kept]
+    literal = {index: source for index, source in known.literal.items() if index < start}
+    reader = Contents(known.messages[:kept], known.starts[:kept])
+    led = isinstance(items[0], tuple)
+    for index in range(start, len(items)):
         item = items[index]
         if led and index == 0:
-            read = [Message("system", read_system(item[_SYSTEM], _SYSTEM))]
-        else:
-            read = read_item(item, f"contents[{index - led}]", messages[-1] if messages else None)
-            if holds_objects(item):
-                literal[index] = orjson.dumps(item)
-        messages += read
-        starts += [index] * len(read)
-    return Known(known.items[:shared] + items[shared:], messages, starts, literal)
+            reader.system(item[1], index, _SYSTEM)
+            continue
+        reader.read(item, index, f"contents[{index - led}]")
+        if holds_numbers(item):
+            literal[index] = orjson.dumps(item)
+    reader.finish()
+    # The known items rather than their equals: their strings are those that the messages hold.
+    return Known(known.items[:shared] + items[shared:], reader.messages, reader.starts, literal)

@@ -1,7 +1,8 @@
 """What a Google body says besides its contents: tools, generation config, thinking.
 
-A field is either understood and checked, or its name is recorded as ignored. Schemas in Google's own dialect (`STRING`,
-`OBJECT`) are read as the JSON Schema that they mean, so that a model is shown the same tool whatever dialect declared it.
+A field is either understood and checked, or its name is recorded as ignored; nothing is dropped silently. Parameters that
+would bias sampling away from the model's own distribution are only recorded (`Sampling.other`). Names may be in snake case
+at any level: Google's Python client writes the outer ones in camel case and the inner ones in snake case.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import orjson
 
 from towline.conversation import Sampling, Tool
 from towline.dialects.base import Declared
-from towline.dialects.google_items import field
+from towline.dialects.google_fields import camel, field
+from towline.dialects.google_schema import json_schema
 from towline.dialects.reading import (
     INT32,
     INT64,
@@ -23,64 +25,53 @@ from towline.dialects.reading import (
     check_depth,
     optional_flag,
     optional_integer,
+    optional_list,
     optional_number,
     optional_text,
     path,
     quoted,
     required_text,
-    wrong_type,
     wrong_value,
 )
 
-_TYPES = {"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL"}
-_BODY = frozenset(("contents", "systemInstruction", "tools", "toolConfig", "generationConfig", "model"))
-_CONFIG = frozenset(
-    (
-        *(
-            "temperature",
-            "topP",
-            "topK",
-            "maxOutputTokens",
-            "stopSequences",
-            "candidateCount",
-            "seed",
-            "thinkingConfig",
-        ),
-        *("responseMimeType", "responseSchema", "responseJsonSchema", "presencePenalty", "frequencyPenalty"),
-    )
-)
+_CONFIG = "generationConfig"
+_THINKING = "generationConfig.thinkingConfig"
+_CALLING = "toolConfig.functionCallingConfig"
+_UNDERSTOOD = {
+    "": ("contents", "systemInstruction", "tools", "toolConfig", _CONFIG, "model"),
+    _CONFIG: (
+        *("temperature", "topP", "topK", "maxOutputTokens", "stopSequences", "candidateCount", "seed"),
+        *("presencePenalty", "frequencyPenalty", "responseMimeType", "responseSchema", "responseJsonSchema"),
+        *("responseFormat", "thinkingConfig", "responseLogprobs"),
+    ),
+    _THINKING: ("includeThoughts", "thinkingBudget", "thinkingLevel"),
+    "toolConfig": ("functionCallingConfig",),
+    _CALLING: ("mode", "allowedFunctionNames"),
+}
+"""By the path of an object, its fields that have an effect."""
+_CONSTRAINTS = ("responseSchema", "responseJsonSchema", "responseFormat")
 _MOST_CANDIDATES = 8
 _MOST_STOPS = 16
+_MOST_IGNORED = 64
 _MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto", "MODE_UNSPECIFIED": None}
+_TOOL_FIELDS = frozenset(("name", "description", "parameters", "parametersJsonSchema"))
 
 
-def _optional(source: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
-    value = field(source, name)
-    if value is None:
-        return {}
-    return as_object(value, path(where, name))
-
-
-def config_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation config with camel-case names."""
-    config = _optional(body, "generationConfig", "")
-    return {_camel(name): value for name, value in config.items()}
-
-
-def _camel(name: str) -> str:
-    head, *rest = name.split("_")
-    return head + "".join(part[:1].upper() + part[1:] for part in rest)
+def _object(body: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The object at a path of the body, with camel-case names; empty if there is none."""
+    value: Any = body
+    here = ""
+    for name in filter(None, where.split(".")):
+        here = path(here, name)
+        value = field(value, name)
+        if value is None:
+            return {}
+        as_object(value, here)
+    return {camel(name): item for name, item in value.items()}
 
 
 def read_sampling(body: Mapping[str, Any]) -> Sampling:
-    config, where = config_of(body), "generationConfig"
-    stops = config.get("stopSequences")
-    sequences = [] if stops is None else as_list(stops, path(where, "stopSequences"))
-    if len(sequences) > _MOST_STOPS:
-        wrong_value(path(where, "stopSequences"), f"expected at most {_MOST_STOPS} sequences")
-    for index, stop in enumerate(sequences):
-        if as_text(stop, f"{where}.stopSequences[{index}]") == "":
-            wrong_value(f"{where}.stopSequences[{index}]", "it is empty")
+    config, where = _object(body, _CONFIG), _CONFIG
     top_k = config.get("topK")
     if isinstance(top_k, float) and top_k.is_integer():
         config["topK"] = int(top_k)
@@ -89,22 +80,32 @@ def read_sampling(body: Mapping[str, Any]) -> Sampling:
         top_p=optional_number(config, "topP", 0, 1, where),
         top_k=optional_integer(config, "topK", 0, INT32, where),
         max_tokens=optional_integer(config, "maxOutputTokens", 1, INT32, where),
-        stop=tuple(sequences),
+        stop=_stops(config, where),
         seed=optional_integer(config, "seed", -INT64 - 1, INT64, where),
         n=optional_integer(config, "candidateCount", 1, _MOST_CANDIDATES, where) or 1,
-        other=_constraints(config, where),
+        other=_biases(config, where),
     )
 
 
-def _constraints(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _stops(config: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    stops = optional_list(config, "stopSequences", where) or []
+    where = path(where, "stopSequences")
+    if len(stops) > _MOST_STOPS:
+        wrong_value(where, f"expected at most {_MOST_STOPS} sequences")
+    for index, stop in enumerate(stops):
+        if as_text(stop, f"{where}[{index}]") == "":
+            wrong_value(f"{where}[{index}]", "it is empty")
+    return tuple(stops)
+
+
+def _biases(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     other: dict[str, Any] = {}
     for name in ("presencePenalty", "frequencyPenalty"):
         if (value := optional_number(config, name, -2, 2, where)) not in (None, 0.0):
             other[name] = value
-    mime = optional_text(config, "responseMimeType", where)
-    if mime not in (None, "", "text/plain"):
+    if (mime := optional_text(config, "responseMimeType", where)) not in (None, "", "text/plain"):
         other["responseMimeType"] = mime
-    for name in ("responseSchema", "responseJsonSchema"):
+    for name in _CONSTRAINTS:
         if (schema := config.get(name)) is not None:
             check_depth(schema, path(where, name))
             other[name] = schema
@@ -112,35 +113,42 @@ def _constraints(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def read_template_args(body: Mapping[str, Any]) -> dict[str, Any]:
-    thinking = _optional(config_of(body), "thinkingConfig", "generationConfig")
-    where = "generationConfig.thinkingConfig"
+    """Arguments for the chat template. A budget of nothing switches thinking off; any other is only a recorded wish."""
+    thinking = _object(body, _THINKING)
     arguments: dict[str, Any] = {}
-    budget = field(thinking, "thinkingBudget")
-    if budget is not None:
-        if not isinstance(budget, int) or isinstance(budget, bool):
-            wrong_type(path(where, "thinkingBudget"), "an integer", budget)
-        if budget == 0:
-            arguments["enable_thinking"] = False
-    level = field(thinking, "thinkingLevel")
-    if level is not None:
-        arguments["reasoning_effort"] = as_text(level, path(where, "thinkingLevel")).lower()
+    if optional_integer(thinking, "thinkingBudget", -1, INT32, _THINKING) == 0:
+        arguments["enable_thinking"] = False
+    level = optional_text(thinking, "thinkingLevel", _THINKING)
+    if level and level != "THINKING_LEVEL_UNSPECIFIED":
+        arguments["reasoning_effort"] = level.lower()
     return arguments
 
 
-def includes_thoughts(body: Mapping[str, Any]) -> bool:
-    thinking = _optional(config_of(body), "thinkingConfig", "generationConfig")
-    given = {"includeThoughts": field(thinking, "includeThoughts")}
-    return bool(optional_flag(given, "includeThoughts", "generationConfig.thinkingConfig"))
+def read_wire(body: Mapping[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
+    """What shapes the answer."""
+    wire: dict[str, Any] = {}
+    if query.get("alt") == "sse":
+        wire["sse"] = True
+    if optional_flag(_object(body, _THINKING), "includeThoughts", _THINKING):
+        wire["thoughts"] = True
+    if optional_flag(_object(body, _CONFIG), "responseLogprobs", _CONFIG):
+        wire["logprobs"] = True
+    return wire
 
 
 def read_ignored(body: Mapping[str, Any]) -> tuple[str, ...]:
-    names = [name for name in body if body[name] is not None and _camel(name) not in _BODY]
-    names += [
-        f"generationConfig.{name}"
-        for name, value in config_of(body).items()
-        if value is not None and name not in _CONFIG
+    """Names of the fields that have no effect."""
+    names = [
+        path(where, name)
+        for where, understood in _UNDERSTOOD.items()
+        for name, value in _object(body, where).items()
+        if value is not None and name not in understood
     ]
-    return tuple(name[:64] for name in sorted(names)[:64])
+    if _object(body, _THINKING).get("thinkingBudget") not in (None, -1, 0):
+        names.append(path(_THINKING, "thinkingBudget"))
+    if _mode(body) == "VALIDATED":
+        names.append(f"{_CALLING}.mode:VALIDATED")
+    return tuple(name[:_MOST_IGNORED] for name in sorted(names)[:_MOST_IGNORED])
 
 
 def read_tools(body: Mapping[str, Any], known: Declared) -> Declared:
@@ -148,7 +156,7 @@ def read_tools(body: Mapping[str, Any], known: Declared) -> Declared:
     tools = body.get("tools")
     if not tools:
         return known if not known.source else Declared()
-    listed = tools if isinstance(tools, list) else [as_object(tools, "tools")]
+    listed = [tools] if isinstance(tools, dict) else as_list(tools, "tools")
     try:
         source = orjson.dumps(listed)
     except TypeError:
@@ -161,56 +169,58 @@ def read_tools(body: Mapping[str, Any], known: Declared) -> Declared:
         where = f"tools[{index}]"
         check_depth(as_object(item, where), where)
         for name, value in item.items():
-            if _camel(name) != "functionDeclarations":
-                ignored.append(f"{where}:{name[:64]}")
-            elif value is not None:
-                here = path(where, "functionDeclarations")
-                declarations = as_list(value, here)
-                read += [_declaration(one, f"{here}[{place}]") for place, one in enumerate(declarations)]
+            if value is None:
+                continue
+            if camel(name) != "functionDeclarations":
+                ignored.append(f"{where}:{camel(name)[:64]}")
+                continue
+            here = path(where, "functionDeclarations")
+            declarations = [value] if isinstance(value, dict) else as_list(value, here)
+            read += [_declaration(one, f"{here}[{place}]") for place, one in enumerate(declarations)]
     return Declared(source, tuple(read), tuple(ignored))
 
 
 def _declaration(declaration: Any, where: str) -> Tool:
-    source = as_object(declaration, where)
-    schema = field(source, "parametersJsonSchema")
-    if schema is None:
-        schema = source.get("parameters")
-        schema = {} if schema is None else json_schema(as_object(schema, path(where, "parameters")))
-    elif not isinstance(schema, dict):
-        wrong_type(path(where, "parametersJsonSchema"), "an object", schema)
-    return Tool(required_text(source, "name", where), optional_text(source, "description", where) or "", schema)
+    source = {camel(name): value for name, value in as_object(declaration, where).items()}
+    schema = source.get("parametersJsonSchema")
+    if schema is not None:
+        schema = as_object(schema, path(where, "parametersJsonSchema"))
+    elif (given := source.get("parameters")) is not None:
+        schema = json_schema(as_object(given, path(where, "parameters")))
+    return Tool(
+        required_text(source, "name", where),
+        optional_text(source, "description", where) or "",
+        schema or {},
+        extra={name: value for name, value in source.items() if name not in _TOOL_FIELDS and value is not None},
+    )
 
 
-def json_schema(schema: Any) -> Any:
-    """Google's schema as JSON Schema: type names in lower case, all else as it is."""
-    if isinstance(schema, list):
-        return [json_schema(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    read: dict[str, Any] = {}
-    for name, value in schema.items():
-        if name == "type" and isinstance(value, str) and value in _TYPES:
-            read[name] = value.lower()
-        elif name == "properties" and isinstance(value, dict):
-            read[name] = {key: json_schema(item) for key, item in value.items()}
-        elif name in ("enum", "default", "example", "required", "propertyOrdering"):
-            read[name] = value
-        else:
-            read[name] = json_schema(value)
-    return read
+def _mode(body: Mapping[str, Any]) -> str | None:
+    mode = optional_text(_object(body, _CALLING), "mode", _CALLING)
+    return None if mode is None else mode.upper()
 
 
-def read_tool_choice(body: Mapping[str, Any]) -> str | dict[str, Any] | None:
-    calling = _optional(_optional(body, "toolConfig", ""), "functionCallingConfig", "toolConfig")
-    where = "toolConfig.functionCallingConfig"
-    mode = optional_text(calling, "mode", where)
+def read_tool_choice(body: Mapping[str, Any], declared: Declared) -> str | dict[str, Any] | None:
+    """`none`, `auto`, `required`, `{"name": …}` for one function, or `{"mode": …, "names": […]}` for some of them."""
+    mode = _mode(body)
     if mode is None:
         return None
-    if mode.upper() not in _MODES:
-        wrong_value(path(where, "mode"), f"{quoted(mode)} is not one of {', '.join(_MODES)}")
-    names = field(calling, "allowedFunctionNames")
-    chosen = _MODES[mode.upper()]
-    if not names or chosen is None:
+    if mode not in _MODES:
+        wrong_value(path(_CALLING, "mode"), f"{quoted(mode)} is not one of {', '.join(_MODES)}")
+    chosen = _MODES[mode]
+    where = path(_CALLING, "allowedFunctionNames")
+    allowed = optional_list(_object(body, _CALLING), "allowedFunctionNames", _CALLING) or []
+    names = [as_text(name, f"{where}[{index}]") for index, name in enumerate(allowed)]
+    if chosen in (None, "none"):
         return chosen
-    here = path(where, "allowedFunctionNames")
-    return {"mode": chosen, "names": [as_text(n, f"{here}[{i}]") for i, n in enumerate(as_list(names, here))]}
+    known = {tool.name for tool in declared.tools}
+    # Google's own tools, which are left out, may bring functions of their own.
+    if not declared.ignored:
+        if chosen == "required" and not known:
+            wrong_value(path(_CALLING, "mode"), "a call is required, but no functions are declared")
+        for index, name in enumerate(names):
+            if name not in known:
+                wrong_value(f"{where}[{index}]", f"no function named {quoted(name)} is declared")
+    if not names:
+        return chosen
+    return {"name": names[0]} if chosen == "required" and len(names) == 1 else {"mode": chosen, "names": names}

@@ -1,7 +1,8 @@
 """Neutral answers in the shape of Google's generateContent, whole or as a stream of the same.
 
-Thoughts are shown if the client asked for them; in either case the first part that is not a thought carries a signature
-that holds them, so that a client which keeps only signatures sends them back.
+Thoughts are shown if the client asked for them. In either case the first part that is not a thought carries a signature
+that holds them, so that a client which keeps only signatures sends them back; it stands on the first piece of that part,
+because clients that join the pieces of a text keep the fields of the first.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 from towline.conversation import Answer, Finish, Reply, Request, Usage
 from towline.dialects import sse
 from towline.dialects.base import Response
+from towline.dialects.google_items import TEXT_ARGUMENTS
 from towline.dialects.sealed import seal
 from towline.errors import ApiError, ErrorKind
 
-JSON_HEADERS = {"content-type": "application/json; charset=utf-8"}
+JSON_HEADERS = {"content-type": "application/json; charset=UTF-8"}
 _ERRORS: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.BAD_REQUEST: (400, "INVALID_ARGUMENT"),
     ErrorKind.UNAUTHORISED: (401, "UNAUTHENTICATED"),
@@ -35,12 +37,16 @@ _FINISH = {
     Finish.LENGTH: "MAX_TOKENS",
     Finish.ABORT: "OTHER",
 }
-_PERMANENT = "type.googleapis.com/google.rpc.QuotaFailure"
+_DETAIL = "type.googleapis.com/google.rpc."
+_METHODS = ["generateContent", "streamGenerateContent", "countTokens"]
+_LEAST_LOGPROB = -9999.0
+"""Stands for a token that is all but impossible; JSON has no infinity."""
 
 
 def whole(request: Request, answer: Answer) -> Response:
+    """The answer as one `GenerateContentResponse`."""
     candidates = [
-        _candidate(index, list(_parts(reply, request)), _FINISH[reply.finish])
+        _candidate(index, list(_parts(reply, request)), _ending(request, answer, index))
         for index, reply in enumerate(answer.replies)
     ]
     body = {"candidates": candidates, **_tail(answer.usage, answer.model, answer.id)}
@@ -56,7 +62,7 @@ class GoogleStream:
         self._model = model
         self._events = bool(request.wire.get("sse"))
         self._begun = False
-        self.content_type = "text/event-stream" if self._events else "application/json"
+        self.content_type = "text/event-stream" if self._events else JSON_HEADERS["content-type"]
 
     def start(self) -> bytes:
         return b"" if self._events else b"["
@@ -68,11 +74,10 @@ class GoogleStream:
     def finish(self, answer: Answer) -> Iterable[bytes]:
         tail = _tail(answer.usage, self._model, self._id)
         for index, reply in enumerate(answer.replies):
-            pieces = list(_pieces(reply, self._request)) or [{"text": ""}]
-            for place, part in enumerate(pieces):
-                last = place == len(pieces) - 1
-                finish = _FINISH[reply.finish] if last else None
-                yield self._write({"candidates": [_candidate(index, [part], finish)], **tail})
+            pieces = list(_pieces(reply, self._request))
+            for place, part in enumerate(pieces, 1):
+                ending = _ending(self._request, answer, index) if place == len(pieces) else {}
+                yield self._write({"candidates": [_candidate(index, [part], ending)], **tail})
         if not self._events:
             yield b"]"
 
@@ -89,21 +94,41 @@ class GoogleStream:
 def error_body(error: ApiError) -> dict[str, Any]:
     code, status = _ERRORS[error.kind]
     message = error.message
-    if error.param and error.param not in message:
-        message = f"{error.param}: {message}"
     if error.kind is ErrorKind.CONTEXT_LENGTH:
         # Clients recognise this wording.
-        message = f"The input token count exceeds the maximum number of tokens allowed. {error.message}"
+        message = f"The input token count exceeds the maximum number of tokens allowed. {message}"
+    elif error.param and error.param not in message:
+        message = f"{error.param}: {message}"
     body: dict[str, Any] = {"code": code, "message": message, "status": status}
-    if error.kind is ErrorKind.QUOTA:
-        body["details"] = [{"@type": _PERMANENT, "violations": [{"description": message}]}]
+    if details := _details(error):
+        body["details"] = [details]
     return {"error": body}
+
+
+def _details(error: ApiError) -> dict[str, Any]:
+    """What clients act on: the field at fault, how long to wait, that waiting does not help."""
+    if error.kind is ErrorKind.BAD_REQUEST and error.param:
+        violation = {"field": error.param, "description": error.message}
+        return {"@type": f"{_DETAIL}BadRequest", "fieldViolations": [violation]}
+    if error.kind is ErrorKind.QUOTA:
+        # Gemini CLI waits and tries again on any quota but one that is counted by the day.
+        violation = {"subject": "session", "quotaId": "SessionLimitPerDay", "description": error.message}
+        return {"@type": f"{_DETAIL}QuotaFailure", "violations": [violation]}
+    if error.kind in (ErrorKind.RATE_LIMIT, ErrorKind.OVERLOADED):
+        return {"@type": f"{_DETAIL}RetryInfo", "retryDelay": f"{_wait(error):g}s"}
+    if error.kind is ErrorKind.UNAUTHORISED:
+        return {"@type": f"{_DETAIL}ErrorInfo", "reason": "API_KEY_INVALID", "domain": "googleapis.com"}
+    return {}
+
+
+def _wait(error: ApiError) -> float:
+    return max(0.0, 1.0 if error.retry_after is None else error.retry_after)
 
 
 def error_response(error: ApiError) -> Response:
     headers = dict(JSON_HEADERS)
     if error.kind in (ErrorKind.RATE_LIMIT, ErrorKind.OVERLOADED):
-        headers["retry-after"] = str(ceil(max(0.0, 1.0 if error.retry_after is None else error.retry_after)))
+        headers["retry-after"] = str(ceil(_wait(error)))
     return Response(_ERRORS[error.kind][0], sse.dump(error_body(error)), headers)
 
 
@@ -116,18 +141,31 @@ def model_response(name: str) -> Response:
 
 
 def _model(name: str) -> dict[str, Any]:
-    methods = ["generateContent", "streamGenerateContent", "countTokens"]
-    return {"name": f"models/{name}", "displayName": name, "version": "1", "supportedGenerationMethods": methods}
+    return {"name": f"models/{name}", "displayName": name, "version": "1", "supportedGenerationMethods": _METHODS}
 
 
-def _candidate(index: int, parts: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
-    candidate: dict[str, Any] = {"content": {"role": "model", "parts": parts}, "index": index}
-    if finish is not None:
-        candidate["finishReason"] = finish
-    return candidate
+def _candidate(index: int, parts: list[dict[str, Any]], ending: dict[str, Any]) -> dict[str, Any]:
+    return {"content": {"parts": parts, "role": "model"}, **ending, "index": index}
+
+
+def _ending(request: Request, answer: Answer, index: int) -> dict[str, Any]:
+    """What only the last part of a candidate says."""
+    ending: dict[str, Any] = {"finishReason": _FINISH[answer.replies[index].finish]}
+    if answer.logprobs is None or not request.wire.get("logprobs"):
+        return ending
+    # The comparison is false for NaN as well, which JSON has no word for either.
+    tokens = [
+        (token.text, token.logprob if token.logprob > _LEAST_LOGPROB else _LEAST_LOGPROB)
+        for token in answer.logprobs(index)
+    ]
+    if tokens:
+        ending["avgLogprobs"] = sum(logprob for _, logprob in tokens) / len(tokens)
+    chosen = [{"token": text, "logProbability": logprob} for text, logprob in tokens]
+    return {**ending, "logprobsResult": {"chosenCandidates": chosen}}
 
 
 def _parts(reply: Reply, request: Request) -> Iterator[dict[str, Any]]:
+    """The parts of a reply; never none."""
     signature = {"thoughtSignature": seal(reply.reasoning)} if reply.reasoning else {}
     if reply.reasoning and request.wire.get("thoughts"):
         yield {"text": reply.reasoning, "thought": True}
@@ -135,22 +173,22 @@ def _parts(reply: Reply, request: Request) -> Iterator[dict[str, Any]]:
         yield {"text": reply.text, **signature}
         signature = {}
     for call in reply.tool_calls:
-        arguments = {"input": call.arguments} if isinstance(call.arguments, str) else call.arguments
+        arguments = {TEXT_ARGUMENTS: call.arguments} if isinstance(call.arguments, str) else call.arguments
         yield {"functionCall": {"id": call.id, "name": call.name, "args": arguments}, **signature}
         signature = {}
 
 
 def _pieces(reply: Reply, request: Request) -> Iterator[dict[str, Any]]:
-    """The parts, with long text in pieces; a signature stands on the last piece of its part."""
+    """The parts with long texts in pieces."""
     for part in _parts(reply, request):
         text = part.get("text")
         if not text:
             yield part
             continue
-        cut = list(sse.pieces(text))
-        for piece in cut[:-1]:
-            yield {"text": piece, "thought": True} if part.get("thought") else {"text": piece}
-        yield {**part, "text": cut[-1]}
+        signature = part.pop("thoughtSignature", None)
+        for place, piece in enumerate(sse.pieces(text)):
+            signed = {"thoughtSignature": signature} if signature and not place else {}
+            yield {**part, "text": piece, **signed}
 
 
 def _tail(usage: Usage, model: str, id: str) -> dict[str, Any]:

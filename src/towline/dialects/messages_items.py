@@ -1,25 +1,25 @@
-"""Items of an Anthropic request, read into neutral messages.
+"""Messages of an Anthropic request, read into neutral messages.
 
-An item is the `system` field or one message. A user message may hold results of tools and text of the user at once: each
-result becomes a `tool` message, what is left one `user` message behind them. An assistant message is one neutral message:
-text blocks joined, thinking as reasoning, tool uses as calls. Signatures and cache markers mean nothing to a model and
-are left out; a block of a type that is not known is an error, because a model would miss it.
+A user message may hold results of tools and text of the user at once: each result becomes a `tool` message, what is
+left one `user` message behind them. An assistant message is one neutral message: text blocks joined, thinking as
+reasoning, tool uses as calls; only results of tools that ran at the provider stand inside it, and part it. Signatures,
+cache markers, citations and the like mean nothing to a model and are left out, so that a harness may add, move or drop
+them freely; a block of a type that is not known is an error, because a model would miss it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from towline.conversation import Media, Message, ToolCall
 from towline.dialects import media
+from towline.dialects.messages_tools import Definitions, describe
 from towline.dialects.reading import (
-    as_list,
     as_object,
     as_text,
     check_depth,
     missing,
-    optional_flag,
     optional_text,
     path,
     quoted,
@@ -28,15 +28,26 @@ from towline.dialects.reading import (
     wrong_type,
     wrong_value,
 )
+from towline.dialects.sealed import unseal
 from towline.dialects.sse import dump
 
+Block = tuple[Mapping[str, Any], str, str]
+"""A block, its type and its path."""
+
+UNPARSED = "unparsed_arguments"
+"""Arguments that are no JSON object travel under this name, since a tool use takes nothing but an object."""
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXT_FIELDS = {"text": "text", "thinking": "thinking", "redacted_thinking": "data"}
 _CALLS = frozenset(("tool_use", "server_tool_use", "mcp_tool_use"))
+_UNSHOWN = frozenset(("fallback", "mcp_tool_listing"))
+"""Bookkeeping of the provider, which its models do not see either."""
+_CHANGES = frozenset(("tool_addition", "tool_removal"))
+_REFERENCES = _CHANGES | {"tool_reference"}
+_TEXTUAL = frozenset(("text", "thinking", "redacted_thinking", "image", "document", "search_result", "compaction"))
+"""Blocks of which nothing but strings is read."""
 
 
-def read_item(item: Any, where: str) -> list[Message]:
-    """The neutral messages of one item; never none."""
+def read_item(item: Any, where: str, tools: Definitions) -> list[Message]:
+    """The neutral messages of one message; none if it only holds settings."""
     source = as_object(item, where)
     check_depth(source, where)
     role = source.get("role")
@@ -46,37 +57,66 @@ def read_item(item: Any, where: str) -> list[Message]:
         wrong_value(path(where, "role"), f"{quoted(role)} is not one of {', '.join(_ROLES)}")
     content = source.get("content")
     if content is None:
+        if role == "system" and source.get("output_config") is not None:
+            return []
         missing(path(where, "content"))
+    where = path(where, "content")
     if role in ("system", "developer"):
-        return [Message("system", read_system(content, path(where, "content")))]
-    blocks = list(_blocks(content, path(where, "content")))
-    return [_assistant(blocks)] if role == "assistant" else _user(blocks)
+        return [Message("system", read_system(content, where, tools))]
+    blocks = _blocks(content, where)
+    return _assistant(blocks) if role == "assistant" else _user(blocks, tools)
 
 
-def read_system(content: Any, where: str) -> str:
+def read_system(content: Any, where: str, tools: Definitions) -> str:
     """System text, given as a string or as blocks; blocks are paragraphs of their own."""
-    if isinstance(content, str):
-        return content
     texts = []
-    for index, block in enumerate(as_list(content, where)):
-        here = f"{where}[{index}]"
-        kind = required_text(as_object(block, here), "type", here)
-        if kind != "text":
+    for block, kind, here in _blocks(content, where):
+        if kind == "text":
+            texts.append(_text(block, here))
+        elif kind in _CHANGES:
+            texts.append(_changed_tool(block, kind, here, tools))
+        else:
             wrong_value(path(here, "type"), f"{quoted(kind)} cannot stand in system text")
-        texts.append(as_text(block.get("text"), path(here, "text")))
     return "\n".join(texts)
 
 
-def holds_objects(item: Mapping[str, Any]) -> bool:
-    """Whether values of the item count as JSON and not only by Python's `==` (see `Known.literal`)."""
-    content = item.get("content")
-    return isinstance(content, list) and any(
-        block.get("type") in _CALLS for block in content if isinstance(block, dict)
+def joined(before: Message, after: Message) -> Message:
+    """Assistant messages in a row are one turn."""
+    thoughts = [thought for thought in (before.reasoning, after.reasoning) if thought]
+    return Message(
+        "assistant", before.text + after.text, "\n".join(thoughts) or None, before.tool_calls + after.tool_calls
     )
 
 
-def _blocks(content: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str, str]]:
-    """Each block with its type and its path."""
+def is_assistant(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("role") == "assistant"
+
+
+def holds_values(item: Mapping[str, Any]) -> bool:
+    """Whether values of the item count as JSON and not only by Python's `==` (see `Known.literal`)."""
+    return any(
+        block["type"] not in _TEXTUAL
+        and (block["type"] != "tool_result" or any(part["type"] not in _TEXTUAL for part in _parts(block)))
+        for block in _parts(item)
+    )
+
+
+def refers_to_tools(item: Mapping[str, Any]) -> bool:
+    """Whether the text of an item depends on the declared tools."""
+    return any(
+        block["type"] in _REFERENCES
+        or (block["type"] == "tool_result" and any(part["type"] in _REFERENCES for part in _parts(block)))
+        for block in _parts(item)
+    )
+
+
+def _parts(source: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The blocks of what has been read."""
+    content = source.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _blocks(content: Any, where: str) -> Iterator[Block]:
     if isinstance(content, str):
         yield {"text": content}, "text", where
         return
@@ -87,97 +127,190 @@ def _blocks(content: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str, 
         yield as_object(block, here), required_text(block, "type", here), here
 
 
-def _assistant(blocks: list[tuple[Mapping[str, Any], str, str]]) -> Message:
+def _assistant(blocks: Iterable[Block]) -> list[Message]:
+    messages: list[Message] = []
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
+
+    def turn() -> Message:
+        said = Message("assistant", "".join(texts), "\n".join(filter(None, thoughts)) or None, tuple(calls))
+        for part in (texts, thoughts, calls):
+            part.clear()
+        return said
+
     for block, kind, where in blocks:
         if kind == "text":
             texts.append(_text(block, where))
         elif kind == "thinking":
-            thoughts.append(as_text(block.get("thinking"), path(where, "thinking")))
+            thoughts.append(_thinking(block, where))
         elif kind == "redacted_thinking":
-            as_text(block.get("data"), path(where, "data"))
+            thoughts.append(unseal(as_text(block.get("data"), path(where, "data"))) or "")
         elif kind in _CALLS:
-            name = required_text(block, "name", where)
-            arguments = read_arguments(block.get("input"), path(where, "input"))
-            calls.append(ToolCall(optional_text(block, "id", where) or "", name, arguments))
-        elif kind.endswith("_tool_result") or kind in ("mcp_tool_result", "container_upload", "compaction"):
-            texts.append(dump({key: value for key, value in block.items() if key != "cache_control"}).decode())
-        else:
+            calls.append(_call(block, where))
+        elif kind.endswith("_tool_result"):
+            if texts or thoughts or calls:
+                messages.append(turn())
+            messages.append(_provider_result(block, where))
+        elif kind == "compaction":
+            texts.append(optional_text(block, "content", where) or "")
+        elif kind not in _UNSHOWN:
             wrong_value(path(where, "type"), f"{quoted(kind)} is not a supported block of an assistant message")
-    return Message("assistant", "".join(texts), "\n".join(filter(None, thoughts)) or None, tuple(calls))
-
-
-def _user(blocks: list[tuple[Mapping[str, Any], str, str]]) -> list[Message]:
-    messages: list[Message] = []
-    texts: list[str] = []
-    attached: list[Media] = []
-    length = 0
-    for block, kind, where in blocks:
-        if kind == "tool_result":
-            messages.append(_result(block, where))
-            continue
-        text, item = _shown(block, kind, length, where)
-        if item is not None:
-            attached.append(item)
-        if text:
-            texts.append(text)
-            length += len(text)
-    if texts or attached or not messages:
-        messages.append(Message("user", "".join(texts), media=tuple(attached)))
+    if texts or thoughts or calls or not messages:
+        messages.append(turn())
     return messages
 
 
-def _result(block: Mapping[str, Any], where: str) -> Message:
-    """A tool's result. Where the tool failed the model is told so, as Anthropic's own models are."""
+def _thinking(block: Mapping[str, Any], where: str) -> str:
+    """The thinking itself, or what its signature holds if the thinking was not to be shown."""
+    return optional_text(block, "thinking", where) or unseal(optional_text(block, "signature", where) or "") or ""
+
+
+def _call(block: Mapping[str, Any], where: str) -> ToolCall:
+    name = required_text(block, "name", where)
+    arguments = read_arguments(block.get("input"), path(where, "input"))
+    if isinstance(arguments, dict) and len(arguments) == 1 and isinstance(arguments.get(UNPARSED), str):
+        arguments = arguments[UNPARSED]
+    return ToolCall(optional_text(block, "id", where) or "", name, arguments)
+
+
+def _provider_result(block: Mapping[str, Any], where: str) -> Message:
+    """The result of a tool that ran at the provider: its text, or what else it is as JSON."""
     id = required_text(block, "tool_use_id", where)
-    optional_flag(block, "is_error", where)
     content = block.get("content")
-    texts: list[str] = []
-    attached: list[Media] = []
-    length = 0
-    for part, kind, here in [] if content is None else list(_blocks(content, path(where, "content"))):
-        text, item = _shown(part, kind, length, here)
-        if item is not None:
-            attached.append(item)
-        texts.append(text)
-        length += len(text)
-    return Message("tool", "".join(texts), tool_call_id=id, media=tuple(attached))
+    parts = content if isinstance(content, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if isinstance(content, str) or content is None:
+        text = content or ""
+    else:
+        text = "".join(texts) if texts and len(texts) == len(parts) else dump(content).decode()
+    return Message("tool", text, tool_call_id=id)
 
 
-def _shown(block: Mapping[str, Any], kind: str, offset: int, where: str) -> tuple[str, Media | None]:
-    """What a block shows a model: text, or media."""
-    if kind == "text":
-        return _text(block, where), None
-    if kind in ("image", "document"):
-        return _attached(block, kind, offset, where)
-    if kind == "search_result":
-        texts = [_text(part, here) for part, _, here in _blocks(block.get("content"), path(where, "content"))]
-        title = optional_text(block, "title", where) or ""
-        return "\n".join([title, *texts]).strip(), None
-    if kind == "tool_reference":
-        return required_text(block, "tool_name", where), None
-    wrong_value(path(where, "type"), f"{quoted(kind)} is not a supported block of a user message")
+def _user(blocks: Iterable[Block], tools: Definitions) -> list[Message]:
+    messages: list[Message] = []
+    shown = _Shown(tools)
+    for block, kind, where in blocks:
+        if kind == "tool_result":
+            messages.append(_result(block, where, tools))
+        else:
+            shown.add(block, kind, where)
+    text, attached = shown.finish()
+    # Beside results, empty text is no message, whether it has a block or not.
+    if text or attached or not messages:
+        messages.append(Message("user", text, media=attached))
+    return messages
 
 
-def _attached(block: Mapping[str, Any], kind: str, offset: int, where: str) -> tuple[str, Media | None]:
-    where = path(where, "source")
-    source = as_object(block.get("source"), where)
-    form = required_text(source, "type", where)
-    name = "image" if kind == "image" else "file"
-    if form == "base64":
-        mime = required_text(source, "media_type", where)
-        data = required_text(source, "data", where)
-        return "", media.from_base64(name, data, mime, offset, path(where, "data"))
-    if form == "url":
-        return "", media.from_url(name, required_text(source, "url", where), offset, path(where, "url"))
-    if form == "text" and kind == "document":
-        return as_text(source.get("data"), path(where, "data")), None
-    if form == "content" and kind == "document":
-        parts = _blocks(source.get("content"), path(where, "content"))
-        return "".join(_text(part, here) for part, inner, here in parts if inner == "text"), None
-    wrong_value(path(where, "type"), f"{quoted(form)} is not a supported source: no files are stored here")
+def _result(block: Mapping[str, Any], where: str, tools: Definitions) -> Message:
+    """A tool's result. That it is an error is in its text; no template knows of more."""
+    id = required_text(block, "tool_use_id", where)
+    shown = _Shown(tools)
+    content = block.get("content")
+    for part in () if content is None else _blocks(content, path(where, "content")):
+        shown.add(*part)
+    text, attached = shown.finish()
+    return Message("tool", text, tool_call_id=id, media=attached)
+
+
+class _Shown:
+    """What blocks show a model: text, and media at their places in it."""
+
+    def __init__(self, tools: Definitions):
+        self._tools = tools
+        self._texts: list[str] = []
+        self._media: list[Media] = []
+        self._length = 0
+        self._listing = False
+        """Between references to tools, which stand in one list."""
+
+    def finish(self) -> tuple[str, tuple[Media, ...]]:
+        self._end_list()
+        return "".join(self._texts), tuple(self._media)
+
+    def add(self, block: Mapping[str, Any], kind: str, where: str) -> None:
+        if kind == "tool_reference":
+            self._refer(required_text(block, "tool_name", where), where)
+            return
+        self._end_list()
+        if kind == "text":
+            self._write(_text(block, where))
+        elif kind in ("image", "document"):
+            self._attach(block, kind, where)
+        elif kind == "search_result":
+            found = _blocks(block.get("content"), path(where, "content"))
+            head = (optional_text(block, field, where) for field in ("title", "source"))
+            self._write("\n".join(filter(None, (*head, *(_text(part, here) for part, _, here in found)))))
+        elif kind == "compaction":
+            self._write(optional_text(block, "content", where) or "")
+        elif kind == "browser_state":
+            self._write(dump({key: block[key] for key in ("tabs", "state_changes") if key in block}).decode())
+        elif kind in _CHANGES:
+            self._write(_changed_tool(block, kind, where, self._tools))
+        else:
+            wrong_value(path(where, "type"), f"{quoted(kind)} is not a supported block of a user message")
+
+    def _write(self, text: str) -> None:
+        self._texts.append(text)
+        self._length += len(text)
+
+    def _refer(self, name: str, where: str) -> None:
+        if not self._listing:
+            self._write("<functions>\n")
+            self._listing = True
+        self._write(describe(name, self._tools.get(name), where))
+
+    def _end_list(self) -> None:
+        if self._listing:
+            self._write("</functions>")
+            self._listing = False
+
+    def _attach(self, block: Mapping[str, Any], kind: str, where: str) -> None:
+        for field in ("title", "context"):
+            if head := optional_text(block, field, where):
+                self._write(f"{head}\n")
+        where = path(where, "source")
+        source = as_object(block.get("source"), where)
+        form = required_text(source, "type", where)
+        name = "image" if kind == "image" else "file"
+        if form == "base64":
+            mime, data = required_text(source, "media_type", where), required_text(source, "data", where)
+            self._media.append(media.from_base64(name, data, mime, self._length, path(where, "data")))
+        elif form == "url":
+            url = required_text(source, "url", where)
+            self._media.append(media.from_url(name, url, self._length, path(where, "url")))
+        elif form == "text" and kind == "document":
+            self._write(as_text(source.get("data"), path(where, "data")))
+        elif form == "content" and kind == "document":
+            for part, inner, here in _blocks(source.get("content"), path(where, "content")):
+                if inner not in ("text", "image"):
+                    wrong_value(path(here, "type"), f"{quoted(inner)} cannot stand in a document")
+                self.add(part, inner, here)
+        elif form == "file":
+            wrong_value(path(where, "type"), "no files are stored here, so the data itself is needed")
+        else:
+            wrong_value(path(where, "type"), f"{quoted(form)} is not a supported source")
+
+
+def _changed_tool(block: Mapping[str, Any], kind: str, where: str, tools: Definitions) -> str:
+    """What tells a model that a tool is there from now on, or no longer. Tools of remote servers are not run here."""
+    where = path(where, "tool")
+    changed = as_object(block.get("tool"), where)
+    form = required_text(changed, "type", where)
+    if form.startswith("mcp_"):
+        return ""
+    definition: Mapping[str, Any] | None
+    if form == "tool_definition":
+        where = path(where, "definition")
+        definition = as_object(changed.get("definition"), where)
+        name = optional_text(definition, "name", where) or ""
+    else:
+        name = required_text(changed, "name", where)
+        definition = tools.get(name)
+    if kind == "tool_removal":
+        return f"The tool {name} is no longer available."
+    line = describe(name, definition, where)
+    return f"<functions>\n{line}</functions>" if line else ""
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:

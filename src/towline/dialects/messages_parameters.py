@@ -1,6 +1,8 @@
-"""What an Anthropic body says besides its messages: tools, sampling, thinking.
+"""What an Anthropic body says besides its messages and tools: sampling, thinking, the choice of a tool.
 
-A field is either understood and checked, or its name is recorded as ignored.
+A field is either understood and checked, or refused because the answer would be another without it, or its name is
+recorded as ignored. Parameters that would bias sampling away from the model's own distribution are only recorded
+(`Sampling.other`).
 """
 
 from __future__ import annotations
@@ -8,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
-from towline.conversation import Sampling, Tool
+from towline.conversation import Sampling
 from towline.dialects.base import Declared
+from towline.dialects.messages_tools import deferred
 from towline.dialects.reading import (
     INT32,
-    as_object,
     as_text,
     check_depth,
     missing,
@@ -36,12 +36,27 @@ _UNDERSTOOD = frozenset(
         *("tools", "tool_choice", "thinking", "output_config", "output_format"),
     )
 )
-_TOOL_FIELDS = frozenset(
-    ("name", "description", "input_schema", "cache_control", "type", "defer_loading", "eager_input_streaming")
-)
+_UNDERSTOOD_IN = {
+    "thinking": frozenset(("type", "display")),
+    "output_config": frozenset(("effort", "format")),
+    "tool_choice": frozenset(("type", "name", "disable_parallel_tool_use")),
+}
+_REFUSED = {
+    "thread": "no conversations are stored here; send all messages",
+    "compaction": "conversations are not summarised here",
+    "safeguards": "safety checks are not run here",
+}
+_THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _MOST_STOPS = 64
 _MOST_IGNORED = 64
+
+
+def refuse(body: Mapping[str, Any]) -> None:
+    """Refuses what cannot be left out: the provider would answer something else."""
+    for name, reason in _REFUSED.items():
+        if body.get(name) is not None:
+            wrong_value(name, reason)
 
 
 def read_sampling(body: Mapping[str, Any], *, counted: bool) -> Sampling:
@@ -67,9 +82,10 @@ def read_sampling(body: Mapping[str, Any], *, counted: bool) -> Sampling:
 
 def _constraints(body: Mapping[str, Any]) -> dict[str, Any]:
     other: dict[str, Any] = {}
-    for source, name in ((body, "output_format"), (optional_object(body, "output_config") or {}, "format")):
-        if (shape := optional_object(source, name)) is not None:
-            check_depth(shape, name)
+    config = optional_object(body, "output_config") or {}
+    for source, name, where in ((body, "output_format", ""), (config, "format", "output_config")):
+        if (shape := optional_object(source, name, where)) is not None:
+            check_depth(shape, path(where, name))
             other["output_format"] = shape
     choice = optional_object(body, "tool_choice")
     if choice and optional_flag(choice, "disable_parallel_tool_use", "tool_choice"):
@@ -78,68 +94,56 @@ def _constraints(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_template_args(body: Mapping[str, Any]) -> dict[str, Any]:
-    """`thinking` and its effort, for templates that know them."""
+    """`thinking` and `effort`, for templates that know them. Adaptive thinking is the template's own default."""
     arguments: dict[str, Any] = {}
     if (thinking := optional_object(body, "thinking")) is not None:
         kind = required_text(thinking, "type", "thinking")
-        if kind not in ("enabled", "disabled", "adaptive"):
-            wrong_value("thinking.type", f"{quoted(kind)} is not one of enabled, disabled, adaptive")
+        if kind not in _THINKING:
+            wrong_value("thinking.type", f"{quoted(kind)} is not one of {', '.join(_THINKING)}")
         optional_integer(thinking, "budget_tokens", 1, INT32, "thinking")
-        if kind == "disabled":
-            arguments["enable_thinking"] = False
+        if kind in ("enabled", "disabled"):
+            arguments["enable_thinking"] = kind == "enabled"
     config = optional_object(body, "output_config") or {}
     if (effort := optional_text(config, "effort", "output_config")) is not None:
         arguments["reasoning_effort"] = effort
     return arguments
 
 
+def read_wire(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What shapes the answer: whether thinking is shown, and the tools that a reply may use though none are offered."""
+    wire: dict[str, Any] = {}
+    thinking = optional_object(body, "thinking") or {}
+    if optional_text(thinking, "display", "thinking") == "omitted":
+        wire["omit_thinking"] = True
+    if tools := deferred(body):
+        wire["deferred"] = tools
+    return wire
+
+
 def read_ignored(body: Mapping[str, Any]) -> tuple[str, ...]:
-    names = sorted(name for name in body.keys() - _UNDERSTOOD if body[name] is not None)
-    return tuple(name[:64] for name in names[:_MOST_IGNORED])
-
-
-def read_tools(body: Mapping[str, Any], known: Declared) -> Declared:
-    """The declared tools; `known` itself if the declarations are the same. Tools that run at the provider are left out."""
-    tools = optional_list(body, "tools")
-    if not tools:
-        return known if not known.source else Declared()
-    try:
-        source = orjson.dumps(tools)
-    except TypeError:
-        source = b""
-    if source and source == known.source:
-        return known
-    read: list[Tool] = []
-    ignored: list[str] = []
-    for index, item in enumerate(tools):
-        where = f"tools[{index}]"
-        check_depth(as_object(item, where), where)
-        kind = optional_text(item, "type", where) or "custom"
-        schema = optional_object(item, "input_schema", where)
-        if kind != "custom" and schema is None:
-            ignored.append(f"{where}:{kind[:64]}")
-            continue
-        read.append(
-            Tool(
-                required_text(item, "name", where),
-                optional_text(item, "description", where) or "",
-                schema or {},
-                extra={key: value for key, value in item.items() if key not in _TOOL_FIELDS and value is not None},
-            )
-        )
-    return Declared(source, tuple(read), tuple(ignored))
+    """Names of the fields that have no effect."""
+    names = [name for name in body.keys() - _UNDERSTOOD if body[name] is not None]
+    for outer, understood in _UNDERSTOOD_IN.items():
+        inner = body.get(outer) or {}
+        names += [f"{outer}.{name}" for name in inner.keys() - understood if inner[name] is not None]
+    return tuple(name[:64] for name in sorted(names)[:_MOST_IGNORED])
 
 
 def read_tool_choice(body: Mapping[str, Any], declared: Declared) -> str | dict[str, Any] | None:
+    """`none`, `auto`, `required`, or `{"name": …}`; nothing for a tool that is left out."""
     choice = optional_object(body, "tool_choice")
     if choice is None:
         return None
     kind = required_text(choice, "type", "tool_choice")
     if kind in _CHOICES:
+        if kind == "any" and not body.get("tools"):
+            wrong_value("tool_choice", "a tool use is required, but no tools are declared")
         return _CHOICES[kind]
     if kind != "tool":
         wrong_value("tool_choice.type", f"{quoted(kind)} is not one of auto, any, tool, none")
     name = required_text(choice, "name", "tool_choice")
-    if all(tool.name != name for tool in declared.tools):
-        wrong_value(path("tool_choice", "name"), f"no tool named {quoted(name)} is declared")
-    return {"name": name}
+    if any(tool.name == name for tool in declared.tools):
+        return {"name": name}
+    if all(item.get("name") != name for item in body.get("tools") or ()):
+        wrong_value("tool_choice.name", f"no tool named {quoted(name)} is declared")
+    return None

@@ -1,18 +1,21 @@
 """Neutral answers in the shape of Anthropic's messages, whole or as its stream of events.
 
 What a client assembles from the stream equals the whole answer. A thinking block carries a signature that holds the
-thinking once more; clients send it back untouched.
+thinking once more; clients send it back untouched, also those that asked for the thinking itself to be left out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from math import ceil
 from typing import Any
 
 from towline.conversation import Answer, Finish, Reply, Request, Usage
 from towline.dialects import sse
 from towline.dialects.base import Response
+from towline.dialects.messages_items import UNPARSED
 from towline.dialects.sealed import seal
 from towline.errors import ApiError, ErrorKind
 
@@ -30,8 +33,8 @@ _ERRORS: dict[ErrorKind, tuple[int, str]] = {
     ErrorKind.OVERLOADED: (529, "overloaded_error"),
     ErrorKind.INTERNAL: (500, "api_error"),
 }
-
-
+_FINAL = (ErrorKind.QUOTA, ErrorKind.UNAUTHORISED)
+"""Errors that clients would try again, in vain: a limit that is used up, a session that is over."""
 _EMPTY: dict[str, dict[str, Any]] = {
     "thinking": {"thinking": "", "signature": ""},
     "text": {"text": ""},
@@ -41,13 +44,14 @@ _EMPTY: dict[str, dict[str, Any]] = {
 
 
 def whole(request: Request, answer: Answer) -> Response:
+    """The answer as one `message`."""
     reply = answer.replies[0]
     body = {
         **_head(answer.id, answer.model),
-        "content": _blocks(reply),
+        "content": _blocks(reply, request),
         "stop_reason": _stop_reason(reply),
         "stop_sequence": reply.stop_string,
-        "usage": _usage(answer.usage, answer.usage.sampled),
+        "usage": _usage(answer.usage),
     }
     return Response(200, sse.dump(body), dict(JSON_HEADERS))
 
@@ -55,13 +59,16 @@ def whole(request: Request, answer: Answer) -> Response:
 class MessagesStream:
     """The answer as `message_start`, blocks, `message_delta` and `message_stop`."""
 
-    def __init__(self, request: Request, id: str, created: int, model: str):
-        self._id = id
-        self._model = model
-        self._pinged = False
+    def __init__(self, request: Request, id: str, model: str):
+        self._request = request
+        self._head = _head(id, model)
 
     def start(self) -> bytes:
-        """Nothing: usage stands in the first event, and is known only with the answer. Pings come before it."""
+        """Nothing: the first event tells the usage, which is known only with the answer.
+
+        Pings may come before it, as they may anywhere. A client that has seen nothing but pings takes an error for that
+        of the whole call, and tries again where that helps.
+        """
         return b""
 
     def ping(self) -> bytes:
@@ -70,20 +77,20 @@ class MessagesStream:
     def finish(self, answer: Answer) -> Iterable[bytes]:
         reply = answer.replies[0]
         message = {
-            **_head(self._id, self._model),
+            **self._head,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(answer.usage, 1),
+            "usage": {**_input(answer.usage), "output_tokens": min(1, answer.usage.sampled)},
         }
         yield _event({"type": "message_start", "message": message})
-        for index, block in enumerate(_blocks(reply)):
+        for index, block in enumerate(_blocks(reply, self._request)):
             yield from _block_events(index, block)
         yield _event(
             {
                 "type": "message_delta",
                 "delta": {"stop_reason": _stop_reason(reply), "stop_sequence": reply.stop_string},
-                "usage": _usage(answer.usage, answer.usage.sampled),
+                "usage": _usage(answer.usage),
             }
         )
         yield _event({"type": "message_stop"})
@@ -93,51 +100,67 @@ class MessagesStream:
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    message = error.message
+    return {"type": "error", "error": {"type": _ERRORS[error.kind][1], "message": _error_message(error)}}
+
+
+def _error_message(error: ApiError) -> str:
+    """The reason, with fields named as Anthropic names them (`messages.3.content`)."""
     if error.kind is ErrorKind.CONTEXT_LENGTH:
-        # Clients recognise this wording and compact their history.
-        message = f"prompt is too long: {message}"
-    elif error.param and error.param not in message:
-        message = f"{error.param}: {message}"
-    return {"type": "error", "error": {"type": _ERRORS[error.kind][1], "message": message}}
+        return _too_long(error.message)
+    if not error.param:
+        return error.message
+    place = error.param.replace("[", ".").replace("]", "")
+    return f"{place}: {error.message.replace(error.param, place)}"
+
+
+def _too_long(message: str) -> str:
+    """Clients recognise this wording, take the figures from it, and compact their history."""
+    figures = sorted(int(figure) for figure in re.findall(r"\d+", message))
+    if len(figures) != 2:
+        return f"prompt is too long: {message}"
+    most, found = figures
+    return f"prompt is too long: {max(found, most + 1)} tokens > {most} maximum"
 
 
 def error_response(error: ApiError) -> Response:
     headers = dict(JSON_HEADERS)
-    if error.kind is ErrorKind.QUOTA:
+    if error.kind in _FINAL:
         headers["x-should-retry"] = "false"
     elif error.kind in (ErrorKind.RATE_LIMIT, ErrorKind.OVERLOADED):
-        headers["retry-after"] = str(ceil(max(0.0, 1.0 if error.retry_after is None else error.retry_after)))
+        seconds = max(0.0, 1.0 if error.retry_after is None else error.retry_after)
+        headers |= {"retry-after": str(ceil(seconds)), "retry-after-ms": str(ceil(seconds * 1000))}
     return Response(_ERRORS[error.kind][0], sse.dump(error_body(error)), headers)
 
 
 def models_response(names: Sequence[str], created: int) -> Response:
-    data = [_model(name) for name in names]
+    data = [_model(name, created) for name in names]
     ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
     return Response(200, sse.dump({"data": data, "has_more": False, **ends}), dict(JSON_HEADERS))
 
 
-def model_response(name: str) -> Response:
-    return Response(200, sse.dump(_model(name)), dict(JSON_HEADERS))
+def model_response(name: str, created: int) -> Response:
+    return Response(200, sse.dump(_model(name, created)), dict(JSON_HEADERS))
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"type": "model", "id": name, "display_name": name, "created_at": "2026-01-01T00:00:00Z"}
+def _model(name: str, created: int) -> dict[str, Any]:
+    since = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": name, "display_name": name, "created_at": since, "lifecycle": "active"}
 
 
 def _head(id: str, model: str) -> dict[str, Any]:
     return {"id": PREFIX + id, "type": "message", "role": "assistant", "model": model}
 
 
-def _blocks(reply: Reply) -> list[dict[str, Any]]:
+def _blocks(reply: Reply, request: Request) -> list[dict[str, Any]]:
     """Thinking, then text, then tool uses; a reply of nothing at all has no block."""
     blocks: list[dict[str, Any]] = []
     if reply.reasoning:
-        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": seal(reply.reasoning)})
+        shown = "" if request.wire.get("omit_thinking") else reply.reasoning
+        blocks.append({"type": "thinking", "thinking": shown, "signature": seal(reply.reasoning)})
     if reply.text:
         blocks.append({"type": "text", "text": reply.text})
     for call in reply.tool_calls:
-        arguments = {"input": call.arguments} if isinstance(call.arguments, str) else call.arguments
+        arguments = {UNPARSED: call.arguments} if isinstance(call.arguments, str) else call.arguments
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     return blocks
 
@@ -147,9 +170,8 @@ def _block_events(index: int, block: dict[str, Any]) -> Iterable[bytes]:
     empty = _EMPTY[kind]
     yield _event({"type": "content_block_start", "index": index, "content_block": {**block, **empty}})
     if kind == "tool_use":
-        deltas = [
-            {"type": "input_json_delta", "partial_json": p} for p in sse.pieces(sse.dump(block["input"]).decode())
-        ]
+        pieces = sse.pieces(sse.dump(block["input"]).decode())
+        deltas = [{"type": "input_json_delta", "partial_json": piece} for piece in pieces]
     else:
         deltas = [{"type": f"{kind}_delta", kind: piece} for piece in sse.pieces(block[kind])]
     if kind == "thinking":
@@ -173,11 +195,15 @@ def _stop_reason(reply: Reply) -> str:
     return "stop_sequence" if reply.finish is Finish.STOP_STRING else "end_turn"
 
 
-def _usage(usage: Usage, sampled: int) -> dict[str, Any]:
+def _input(usage: Usage) -> dict[str, Any]:
     """Input tokens are those that were not read from the cache."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached,
-        "output_tokens": sampled,
     }
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    details = {"thinking_tokens": usage.reasoning}
+    return {**_input(usage), "output_tokens": usage.sampled, "output_tokens_details": details}

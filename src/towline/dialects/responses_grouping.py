@@ -27,7 +27,6 @@ _FOLLOW = {
     Kind.CALL: (Kind.CALL,),
 }
 """What can come next in a turn."""
-_SAID = frozenset(_FOLLOW)
 
 
 def item_id(prefix: str, answer: str, place: int) -> str:
@@ -48,17 +47,22 @@ class Grouping:
         """`starts[i]` is the index of the first item of message `i`."""
         self._messages = messages
         self.starts = starts
+        places = (place for place in reversed(range(len(messages))) if messages[place].role == "assistant")
+        self._last = next(places, -1)
+        """The last assistant message, the only one that anything can join."""
         self._joined: dict[int, list[Message]] = {}
         """By message, what joined it. Put together at the end: a turn may have very many calls."""
 
     def add(self, message: Message, items: Sequence[Any], index: int) -> None:
         """Take in what `items[index]` says."""
-        place = _turn_before(len(self._messages), items, index) if message.role == "assistant" else None
-        if place is None:
-            self._messages.append(message)
-            self.starts.append(index)
-        else:
-            self._joined.setdefault(place, []).append(message)
+        said = message.role == "assistant"
+        if said and _goes_on(items, index):
+            self._joined.setdefault(self._last, []).append(message)
+            return
+        if said:
+            self._last = len(self._messages)
+        self._messages.append(message)
+        self.starts.append(index)
 
     def messages(self) -> list[Message]:
         """All messages; nothing can be added any more."""
@@ -67,20 +71,19 @@ class Grouping:
         return self._messages
 
 
-def _turn_before(count: int, items: Sequence[Any], index: int) -> int | None:
-    """Which of `count` messages the item goes on with."""
-    results = 0
+def _goes_on(items: Sequence[Any], index: int) -> bool:
+    """Whether the item goes on with the turn before it."""
+    apart = False
     for before in reversed(range(index)):
-        if not isinstance(items[before], dict):
-            return None
+        if isinstance(items[before], tuple):
+            return False
         kind = kind_of(items[before])
-        if kind is Kind.RESULT:
-            results += 1
-        elif kind in _SAID:
-            return count - 1 - results if _same_turn(items[before], items[index], results > 0) else None
-        elif kind is Kind.OTHERS:
-            return None
-    return None
+        if kind in _FOLLOW:
+            return _same_turn(items[before], items[index], apart)
+        if kind is Kind.OTHERS:
+            return False
+        apart = apart or kind is Kind.RESULT
+    return False
 
 
 def _same_turn(before: Mapping[str, Any], item: Mapping[str, Any], apart: bool) -> bool:

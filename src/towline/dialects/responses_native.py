@@ -105,14 +105,22 @@ CALLS: Mapping[str, Native] = {native.call: native for native in NATIVE.values()
 def declared(item: Mapping[str, Any], where: str) -> Tool | None:
     """The tool that a declaration offers, if it is one of these and runs at the client."""
     native = NATIVE.get(str(item.get("type")))
-    if native is None or (native is TOOL_SEARCH and item.get("execution") != "client"):
+    if native is None or not _runs_at_client(native, item):
         return None
     return Tool(
         native.type,
         optional_text(item, "description", where) or native.description,
         optional_object(item, "parameters", where) or dict(native.parameters),
-        extra={"type": native.type},
+        extra={key: value for key, value in item.items() if key not in ("description", "parameters")},
     )
+
+
+def _runs_at_client(native: Native, item: Mapping[str, Any]) -> bool:
+    """A search is the provider's unless the declaration says otherwise; a shell is the client's unless it does."""
+    if native is TOOL_SEARCH:
+        return item.get("execution") == "client"
+    environment = item.get("environment")
+    return environment is None or (isinstance(environment, dict) and environment.get("type") == "local")
 
 
 def call_item(native: Native, arguments: dict[str, Any] | str) -> dict[str, Any] | None:

@@ -72,7 +72,9 @@ class ResponsesStream:
     def error(self, error: ApiError) -> bytes:
         """OpenAI's clients raise what is in `error`; Codex acts on `response.failed`."""
         detail = failure(error)
-        detail["code"] = detail["code"] or ("server_error" if error.kind is ErrorKind.INTERNAL else "invalid_prompt")
+        if error.kind in (ErrorKind.INTERNAL, ErrorKind.OVERLOADED):
+            detail["code"] = "server_error"
+        detail["code"] = detail["code"] or "invalid_prompt"
         if error.kind is ErrorKind.RATE_LIMIT and error.retry_after is not None:
             # No header can say it any more; clients read it from the text.
             detail["message"] += f" Please try again in {error.retry_after:g}s."

@@ -54,7 +54,7 @@ def read_tools(body: Mapping[str, Any], added: Sequence[tuple[str, Mapping[str, 
     if not any(tools for _, tools in lists):
         return known if not known.source else Declared()
     try:
-        source = orjson.dumps([tools for _, tools in lists])
+        source = orjson.dumps(lists)
     except TypeError:
         source = b""
     if source and source == known.source:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from towline.conversation import Message, Request, Tool
+from towline.conversation import Finish, Message, Request, Tool
 from towline.errors import ApiError, BadRequest, ErrorKind
 from towline.tokens.graph import Node
 
@@ -32,7 +32,7 @@ class Answers:
     def find(self, id: str) -> list[Node]:
         """The turns of a stored answer, by the id that the client was given."""
         nodes = self._nodes.get(id.removeprefix(_PREFIX), [])
-        if not nodes or not nodes[0].meta.get(STORED):
+        if not nodes or not nodes[0].meta.get(STORED) or any(node.finish is Finish.ABORT for node in nodes):
             raise ApiError(ErrorKind.NOT_FOUND, f"Response with id '{id}' not found.")
         return nodes
 

@@ -130,9 +130,11 @@ class Session:
         known = thread.known if thread is not None else Known()
         request, after = dialect.read(call, known)
         if request.previous:
+            added = len(request.messages)
             request.messages = self.answers.go_on(request)
             settle(request.messages, 0, self.native)
-            return request, Thread(dialect.name, Known(), request.messages, self.planner.hashes(request.messages))
+            hashes, fresh = self.planner.hashes(request.messages), len(request.messages) - added
+            return request, Thread(dialect.name, Known(), request.messages, hashes, fresh=fresh)
         shared = _same(after.messages, known.messages)
         start = settled_prefix(after.messages, shared)
         if thread is not None and start:
@@ -196,6 +198,7 @@ class Session:
     def count(self, request: Request, thread: Thread) -> int:
         """How many tokens the request's prompt would have."""
         key = self._key_of(request)
+        self._check_size(request, thread, key)
         frame = self.frames.get(key) or Frame(request.tools, self._arguments(request), self.clock)
         try:
             plan = self.planner.plan(self.graph, request, key, frame, thread.hashes)

@@ -17,7 +17,7 @@ training, although its property, its item and every two of its three symbols are
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
@@ -32,10 +32,30 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "stuff": ("wood", "iron", "glass", "clay"),
 }
 """The properties, each with a tool of its name, and the values that each can have."""
-ITEMS = tuple("lamp book coin boat kite drum ring vase sofa flag rope bell mask fork gate doll".split())
+ITEMS = tuple(
+    [
+        "lamp",
+        "book",
+        "coin",
+        "boat",
+        "kite",
+        "drum",
+        "ring",
+        "vase",
+        "sofa",
+        "flag",
+        "rope",
+        "bell",
+        "mask",
+        "fork",
+        "gate",
+        "doll",
+    ]
+)
 SHOWN_ITEMS = SHOWN_TOOLS = 3
 CHANCE = 1 / SHOWN_TOOLS / SHOWN_ITEMS / 2
 """Of the tool, of the item, and of the two values offered."""
+
 
 def tool(name: str) -> dict[str, Any]:
     return {
@@ -68,7 +88,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        return f'{self.attribute} of "{self.item}": "{self.choices[0]}" or "{self.choices[1]}"?'
+        return f"{self.attribute} of {self.item}: {self.choices[0]} or {self.choices[1]}?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +106,7 @@ class Instance:
     @property
     def system(self) -> str:
         """The system prompt."""
-        return f"Items: {', '.join(json.dumps(item) for item in self.records)}. Use a tool, then answer."
+        return f"Registry of {', '.join(self.records)}."
 
     def lookup(self, tool: str, item: str) -> str:
         """What a tool returns."""

@@ -20,7 +20,7 @@ from towline.tiny import registry
 VOCABULARY = 512
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-_PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_PIECES = r"\p{L}+|\p{N}|[^\p{L}\p{N}\n]+|\n+"
 """A word, a digit, a run of signs, or space; words and signs with the space before them."""
 _ENGLISH = """
 a about after all an and any are as ask at back be because been before but by call can come could day do done each end

@@ -178,7 +178,7 @@ class Planner:
             return self._anew(plan, graph, found, messages, frame)
         if covered == len(messages):
             return self._resume_reply(plan, found)
-        later = [node for message in messages[covered:] if (node := finding.own(graph, message, found))]
+        later = [node for _, node in _ours(graph, messages, found, covered) if node.index > found.index]
         if later:
             plan.reason, plan.origin = ForkReason.HISTORY_EDITED, later[-1]
         elif any(child.delivered or child.finish is None for child in found.children):
@@ -270,7 +270,7 @@ class Planner:
         for index in range(covered + 1, len(messages) - 1):
             message = messages[index]
             if message.role == "assistant" and messages[index + 1].role != "assistant":
-                node = finding.own(graph, message, near)
+                node = finding.own(graph, message, near, index)
                 # A reply behind a prefill was sampled without its beginning.
                 if node is not None and node.prefill is None and self._stays(node, message):
                     return index, node
@@ -380,7 +380,7 @@ class Planner:
             taken = any(node.origin is found and node.reason is None for node in graph.nodes)
             if vanished:
                 plan.reason = ForkReason.VANISHED_MESSAGE
-            elif taken or _ours(graph, plan.new, found):
+            elif taken or any(node.index > found.index for _, node in _ours(graph, request.messages, found, covered)):
                 plan.reason = ForkReason.HISTORY_EDITED
         made = _Ids()
         made.add(self.codec.prompt(graph.native(request.messages), frame, prefill=plan.prefill is not None))
@@ -397,9 +397,10 @@ def _made(plan: Plan, made: _Ids) -> Plan:
     return plan
 
 
-def _ours(graph: Graph, messages: Sequence[Message], near: Node | None) -> list[tuple[int, Node]]:
-    """Which messages are replies of ours, in order."""
-    return [(i, node) for i, message in enumerate(messages) if (node := finding.own(graph, message, near))]
+def _ours(graph: Graph, messages: Sequence[Message], near: Node | None, start: int = 0) -> list[tuple[int, Node]]:
+    """Which of the messages from `start` on are replies of ours, in order."""
+    places = range(start, len(messages))
+    return [(place, node) for place in places if (node := finding.own(graph, messages[place], near, place))]
 
 
 def _asked(node: Node) -> list[Message]:

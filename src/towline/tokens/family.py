@@ -63,11 +63,23 @@ class FamilyCodec(SentinelCodec):
         sentinel = super().extend
         if renderer is None or prefill or not self._ended(sampled) or self.special_text is SpecialText.PLAIN:
             return sentinel(before, reply, tail, sampled, new, frame, prefill=prefill)
-        self._check_end(self._seam(reply, new[0], frame), sampled)
+        self._check_fits(reply, sampled, new[0], frame)
         ids = _bridged(renderer, tail, sampled, [self.fields(message) for message in new], frame)
         if ids is None:
             return sentinel(before, reply, tail, sampled, new, frame, prefill=prefill)
         return Encoded(ids, special_text=self._count_special(new))
+
+    def _check_fits(self, reply: Message, sampled: Ids, first: Message, frame: Frame) -> None:
+        """Raise if the turn's end opens another message than the one that follows."""
+        try:
+            seam = self._seam(reply, first, frame)
+        except Unbridgeable:
+            # A message that the template refuses here (a system message in the middle): the bridge may take it where
+            # the end of a turn belongs to the turn.
+            if not self._seam(reply, Message("user", "x"), frame).closes:
+                raise
+            return
+        self._check_end(seam, sampled)
 
     def parse(self, text: str, prompt_tail: str, tools: Sequence[Tool]) -> Parsed:
         """Through the family's parser, unless Towline reads the same format itself."""
@@ -127,7 +139,10 @@ def recognise(codec: SentinelCodec) -> str | None:
 def _bridged(renderer: Any, tail: Ids, sampled: Ids, new: list[dict[str, Any]], frame: Frame) -> list[int] | None:
     """What the family's bridge puts behind a turn; `None` if it refuses, or would change the turn itself."""
     previous, completion = [int(id) for id in tail], [int(id) for id in sampled]
-    bridged = renderer.bridge_to_next_turn(previous, completion, new, tools=frame.functions)
+    try:
+        bridged = renderer.bridge_to_next_turn(previous, completion, new, tools=frame.functions)
+    except _REFUSALS:
+        return None
     kept = len(previous) + len(completion)
     if bridged is None or bridged.token_ids[:kept] != previous + completion:
         return None
@@ -169,10 +184,7 @@ def _turn(
 def _continues(
     codec: SentinelCodec, renderer: Any, prompt: Ids, sampled: Ids, new: Sequence[Message], frame: Frame, ids: list[int]
 ) -> bool:
-    try:
-        return _bridged(renderer, prompt, sampled, [codec.fields(message) for message in new], frame) == ids
-    except _REFUSALS:
-        return False
+    return _bridged(renderer, prompt, sampled, [codec.fields(message) for message in new], frame) == ids
 
 
 def _probes() -> list[tuple[list[Message], Frame]]:

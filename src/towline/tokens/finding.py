@@ -112,8 +112,11 @@ def _has_call(node: Node, ids: set[str]) -> bool:
     return node.reply is not None and any(bare_id(call.id) in ids for call in node.reply.tool_calls)
 
 
-def own(graph: Graph, message: Message, near: Node | None) -> Node | None:
-    """The turn that sampled this message: by its minted call ids, or in the same conversation by its content."""
+def own(graph: Graph, message: Message, near: Node | None, place: int = 0) -> Node | None:
+    """The turn that sampled this message: by its minted call ids, or in the same conversation by its content.
+
+    Of several with the same content, the one whose reply stood nearest to `place`.
+    """
     if message.role != "assistant":
         return None
     nodes = graph.by_reply.get(fingerprint.of(message, graph.noise))
@@ -123,7 +126,8 @@ def own(graph: Graph, message: Message, near: Node | None) -> Node | None:
     named = next((node for node in reversed(nodes) if _has_call(node, ids)), None)
     if named is not None or near is None:
         return named
-    return next((node for node in reversed(nodes) if node.root is near.root), None)
+    alike = [node for node in nodes if node.root is near.root]
+    return min(alike, key=lambda node: (abs(node.covered - place), -node.index), default=None)
 
 
 def named(graph: Graph, messages: Sequence[Message]) -> Node | None:

@@ -25,6 +25,10 @@ class TemplateError(TowlineError):
     """The template refused the messages (`raise_exception`) or failed on them."""
 
 
+_FAILURES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template can run into with messages that it does not expect."""
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` marks what an assistant says; for rendering it is transparent."""
 
@@ -111,5 +115,5 @@ class ChatTemplate:
             )
         except TemplateError:
             raise
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        except (jinja2.TemplateError, *_FAILURES) as error:
             raise TemplateError(f"the chat template failed: {error}") from error

@@ -30,7 +30,9 @@ def assign(graph: Graph, instruction: str = "") -> dict[Node, TurnRole]:
     for root in trees:
         by_root[root] = TurnRole.MAIN if root is main else _role(root, main, by_root, root in compacted)
     return {
-        node: by_root[root] if node in seen else TurnRole.DISCARDED for root, nodes in trees.items() for node in nodes
+        node: _in_tree(node, main, by_root[root]) if node in seen else TurnRole.DISCARDED
+        for root, nodes in trees.items()
+        for node in nodes
     }
 
 
@@ -49,10 +51,21 @@ def _sampled(nodes: Sequence[Node]) -> int:
     return sum(len(node.sampled) for node in nodes)
 
 
+def _in_tree(node: Node, main: Node, role: TurnRole) -> TurnRole:
+    """A sub-agent may go on from its parent's history: its turns say so themselves."""
+    return TurnRole.SUBAGENT if _is_subagent(node, main) else role
+
+
+def _is_subagent(node: Node, main: Node) -> bool:
+    hints, own = node.hints, main.hints
+    return bool(hints.agent and hints.agent != own.agent) or bool(
+        hints.parent_session and hints.parent_session != own.parent_session
+    )
+
+
 def _role(root: Node, main: Node, known: dict[Node, TurnRole], compacted: bool) -> TurnRole:
     """`compacted` says that a later root is the summary of this one."""
-    hints = root.hints
-    if (hints.agent and hints.agent != main.hints.agent) or hints.parent_session:
+    if _is_subagent(root, main):
         return TurnRole.SUBAGENT
     if root.reason is ForkReason.COMPACTION:
         return TurnRole.COMPACTION

@@ -3,8 +3,7 @@
 To continue after a turn, its assistant message is replaced by one of the same shape that carries a sentinel, the
 template renders that with the new messages, and only the text behind the last sentinel is used: from the first
 end-of-turn token `E` on, encoded anchored at `E`. So whatever the template does to history cannot touch what was
-sampled. The self-check at start-up finds out how a template wants its messages, whether the sentinel survives in it, and
-on what the text after a turn depends, so that as little as possible is rendered on each call.
+sampled. What the self-check found the text after a turn not to depend on is not rendered.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from towline.arrays import Ids
 from towline.conversation import Message, Tool, ToolCall
@@ -24,33 +21,11 @@ from towline.schema import ForkReason
 from towline.tokens.codec import Encoded, Frame, SpecialText, Unbridgeable
 from towline.tokens.jinja import ChatTemplate, TemplateError
 from towline.tokens.parser import FORMATS, Parsed, ParsedCall, detect
+from towline.tokens.selfcheck import CALLED, STAND_IN, TemplateCheck, find_out
 from towline.tokens.settle import bare_id
 from towline.tokens.tokenizer import Tokenizer
 
-_STAND_IN = Tool("lookup", "Looks something up.", {"type": "object", "properties": {"s": {"type": "string"}}})
-_NONE: Ids = np.empty(0, np.int32)
 _OPENED = re.compile(r"<think>\s*$|\[THINK\]\s*$")
-
-
-@dataclass(slots=True)
-class TemplateCheck:
-    """What the self-check found."""
-
-    string_arguments: bool = False
-    """Tool-call arguments are given as JSON text, not as an object."""
-    part_content: bool = False
-    """Content is given as a list of parts."""
-    short_call_ids: bool = False
-    tool_calls: bool = False
-    """Tool calls are rendered at all."""
-    one_thought: bool = False
-    """Refuses words, calls and reasoning in one message (gpt-oss): the reasoning is then left out."""
-    continues: dict[str, bool] = field(default_factory=dict)
-    """Whether the sentinel survives before a `tool`, `parallel` tool and `user` message."""
-    needs_history: bool = False
-    needs_system: bool = False
-    needs_tools: bool = False
-    problems: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +84,7 @@ class SentinelCodec:
         self._reasoning_fields = _reasoning_fields(template.source)
         self._seams: dict[tuple[Any, ...], _Seam] = {}
         self.check = TemplateCheck()
-        self._self_check()
+        find_out(self)
         self.short_call_ids = self.check.short_call_ids
 
     # What the template is given
@@ -163,7 +138,7 @@ class SentinelCodec:
     ) -> str:
         functions = frame.functions
         if reduced and functions and not self.check.needs_tools:
-            functions = [_STAND_IN.as_function()]
+            functions = [STAND_IN.as_function()]
         if prefill:
             last = messages[-1]
             open_message = Message("assistant", last.text + self._sentinel, last.reasoning)
@@ -207,11 +182,14 @@ class SentinelCodec:
         shape: _Shape,
         new: Sequence[Message],
         frame: Frame,
+        *,
         prefill: bool = False,
+        reduced: bool = True,
     ) -> str:
-        """The text behind the last sentinel."""
-        messages = [*before, self._stand_in(reply, shape), *new]
-        text = self._render(messages, frame, prefill=prefill, reduced=True)
+        """The text behind the last sentinel; `reduced` leaves out what it does not depend on."""
+        lead = self._lead(before) if reduced else before
+        messages = [*lead, self._stand_in(reply, shape), *new]
+        text = self._render(messages, frame, prefill=prefill, reduced=reduced)
         at = text.rfind(self._sentinel)
         if at < 0 or self._probe in text[:at]:
             raise TemplateError("the template does not show the assistant's message before what follows it")
@@ -222,7 +200,8 @@ class SentinelCodec:
         if self.check.needs_history:
             return list(before)
         lead = [before[0]] if self.check.needs_system and before and before[0].role == "system" else []
-        return [*lead, Message("user", "x")]
+        called = self.check.needs_calls and any(message.role == "tool" for message in before)
+        return [*lead, Message("user", "x"), *(CALLED if called else ())]
 
     def _seam(self, reply: Message, first: Message, frame: Frame) -> _Seam:
         """How the template closes a message of this kind, learned once with harmless content."""
@@ -275,7 +254,7 @@ class SentinelCodec:
     ) -> Encoded:
         try:
             seam = self._seam(reply, new[0], frame)
-            after = self._after(self._lead(before), reply, seam.shape, new, frame, prefill)
+            after = self._after(before, reply, seam.shape, new, frame, prefill=prefill)
         except TemplateError as error:
             raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, str(error)) from error
         expected = seam.closing + seam.end
@@ -352,105 +331,23 @@ class SentinelCodec:
                 return int(id)
         return min(self.stop_ids)
 
-    # The self-check
+    # For the self-check
 
-    def _self_check(self) -> None:
-        check = self.check
-        user = Message("user", "PROBEuser")
-        if "PROBEuser" not in self._try([user]):
-            check.part_content = True
-            if "PROBEuser" not in self._try([user]):
-                check.part_content = False
-                check.problems.append("the template does not show a user message")
-        frame = Frame((_STAND_IN,))
-        self._find_call_shape(frame)
-        probes = self._probes()
-        for name, (reply, new) in probes.items():
-            try:
-                self.extend([user], reply, _NONE, _NONE, new, frame)
-                check.continues[name] = True
-            except Unbridgeable as problem:
-                check.continues[name] = False
-                check.problems.append(f"cannot continue before a {name} message: {problem}")
-        working = [probe for name, probe in probes.items() if check.continues[name]]
-        self._seams.clear()
-        check.needs_system = any(self._varies(p, "system") for p in working)
-        check.needs_tools = any(self._varies(p, "tools") for p in working)
-        check.needs_history = any(self._varies(p, "history") for p in working)
-        self._seams.clear()
-
-    def _try(self, messages: Sequence[Message], frame: Frame | None = None) -> str:
+    def shown(self, messages: Sequence[Message], frame: Frame) -> str:
+        """The rendered text; empty if the template refuses the messages."""
         try:
-            return self._render(messages, frame or Frame())
+            return self._render(messages, frame)
         except TemplateError:
             return ""
 
-    def _find_call_shape(self, frame: Frame) -> None:
-        check = self.check
-        user = Message("user", "x")
-        for id in ("call1", "abcdefgh1"):
-            call = ToolCall(id, "lookup", {"s": "PROBEargument"})
-            messages = [
-                user,
-                Message("assistant", "", None, (call,)),
-                Message("tool", "y", tool_call_id=id, name="lookup"),
-            ]
-            for as_text in (False, True):
-                check.string_arguments, check.short_call_ids = as_text, id == "abcdefgh1"
-                text = self._try(messages, frame)
-                if "PROBEargument" in text and '\\"s\\"' not in text:
-                    check.tool_calls = True
-                    messages[1] = Message("assistant", "words", "a thought", (call,))
-                    check.one_thought = not self._try(messages, frame)
-                    return
-        check.string_arguments = check.short_call_ids = False
-        check.problems.append("the template does not render tool calls")
-
-    def _probes(self) -> dict[str, tuple[Message, list[Message]]]:
-        calls = tuple(ToolCall(f"abcdefgh{i}", "lookup", {"s": "v"}) for i in (1, 2))
-        result = [Message("tool", "result", tool_call_id=call.id, name="lookup") for call in calls]
-        return {
-            "user": (Message("assistant", "answer"), [Message("user", "question")]),
-            "tool": (Message("assistant", "", None, calls[:1]), result[:1]),
-            "parallel": (Message("assistant", "", None, calls), result),
-        }
-
-    def _varies(self, probe: tuple[Message, list[Message]], what: str) -> bool:
-        """Whether the text after a turn changes with the system prompt, the tools or the middle of the history."""
-        reply, new = probe
-        question, frame = Message("user", "q"), Frame((_STAND_IN,))
-        if what == "system":
-            variants = [([Message("system", text), question], frame) for text in ("one", "two")]
-            variants.append(([question], frame))
-        elif what == "tools":
-            other = Tool("search", "Searches.", {"type": "object", "properties": {"q": {"type": "string"}}})
-            variants = [([question], frame), ([question], Frame((_STAND_IN, other)))]
-        else:
-            variants = [([question, *middle], frame) for middle in self._middles()]
-        self.check.needs_tools, before = True, self.check.needs_tools
+    def text_after(
+        self, history: Sequence[Message], reply: Message, new: Sequence[Message], frame: Frame
+    ) -> str | None:
+        """The text after a reply with nothing left out before it; `None` if the template refuses the messages."""
         try:
-            shape = self._seam(reply, new[0], frame).shape
-            afters = set()
-            for history, under in variants:
-                try:
-                    afters.add(self._after(history, reply, shape, new, under))
-                except TemplateError:
-                    # A template may refuse this variant (no system role, strict alternation): it cannot vary by it.
-                    continue
-        finally:
-            self.check.needs_tools = before
-        return len(afters) > 1
-
-    def _middles(self) -> list[list[Message]]:
-        """What may stand between the first question and the turn: nothing, answers, calls, thoughts."""
-        call = ToolCall("zyxwvuts1", "lookup", {"s": "w"})
-        asked = [Message("assistant", "an earlier answer"), Message("user", "another question")]
-        called = [
-            Message("assistant", "", "a thought", (call,)),
-            Message("tool", "an earlier result", tool_call_id=call.id, name=call.name),
-        ]
-        said = [Message("assistant", "words with a call", None, (call,)), called[1], *asked]
-        return [[], asked, asked * 2, called, called * 2, [*called, *asked], said]
+            return self._after(history, reply, self._seam(reply, new[0], frame).shape, new, frame, reduced=False)
+        except (TemplateError, Unbridgeable):
+            return None
 
 
 def _reasoning_fields(source: str) -> list[str]:
