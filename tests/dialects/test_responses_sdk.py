@@ -126,6 +126,7 @@ def check(response: Any, reply: Reply) -> None:
     reason = response.incomplete_details and response.incomplete_details.reason
     assert (response.status, reason) == status(reply)
     assert says(response.output) == said(reply)
+    assert {item.status for item in response.output if item.type == "message"} <= {response.status}
     assert response.output_text == reply.text
     usage = response.usage
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (11, 7, 18)
@@ -216,6 +217,7 @@ def assembled(stream: Any) -> tuple[list[dict[str, Any]], Any]:
             case "response.output_item.added":
                 items.append(event.item.to_dict())
                 assert items[-1].get("status", "in_progress") == "in_progress"
+                assert "encrypted_content" not in items[-1]
             case "response.content_part.added":
                 items[-1]["content"].append(event.part.to_dict())
             case "response.reasoning_summary_part.added":

@@ -58,8 +58,9 @@ def chat(root: str, key: str, model: str, stream: bool) -> Ask:
         if question is not None:
             image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
             messages.append({"role": "user", "content": [{"type": "text", "text": question}, image]})
-        for call in reversed(calls):
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": output(call)})
+        messages.extend(
+            {"role": "tool", "tool_call_id": call["id"], "content": output(call)} for call in reversed(calls)
+        )
         if stream:
             with client.chat.completions.stream(model=model, messages=messages, tools=tools) as events:
                 for _ in events:
@@ -89,8 +90,9 @@ def responses(root: str, key: str, model: str, stream: bool, *, by_id: bool = Fa
         if question is not None:
             image = {"type": "input_image", "image_url": f"data:image/png;base64,{PIXEL}", "detail": "auto"}
             new.append({"role": "user", "content": [{"type": "input_text", "text": question}, image]})
-        for call in reversed(calls):
-            new.append({"type": "function_call_output", "call_id": call["id"], "output": output(call)})
+        new.extend(
+            {"type": "function_call_output", "call_id": call["id"], "output": output(call)} for call in reversed(calls)
+        )
         history.extend(new)
         options: dict[str, Any] = {"model": model, "instructions": SYSTEM, "tools": tools}
         if by_id:

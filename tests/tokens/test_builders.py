@@ -332,9 +332,10 @@ def test_a_corrupt_buffer_is_caught_when_it_is_let_go() -> None:
     talk = Talk(real("qwen3"))
     first = talk.ask([system(), user(TASK)], LOOK)
     corrupt(talk, first, 3)
+    for number in range(7):
+        talk.ask([system(), user(f"Another task {number}.")], "Yes.")
     with pytest.raises(FidelityError, match="turn t0 was sampled under another prompt"):
-        for number in range(12):
-            talk.ask([system(), user(f"Another task {number}.")], "Yes.")
+        talk.start([system(), user("One more.")])
 
 
 def test_buffers_are_handed_to_one_child_only() -> None:

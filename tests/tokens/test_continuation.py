@@ -157,7 +157,7 @@ def test_dropped_reasoning_under_each_policy() -> None:
             (ContextPolicy.TEMPLATE, [None] * 3),
         ):
             talk = Talk(codec, policy=policy)
-            first, second, third = three_turns(talk, silent)
+            first, _, third = three_turns(talk, silent)
             assert talk.reasons == reasons
             assert talk.chains == len([r for r in reasons if r]) + 1
             assert talk.roles == [MAIN] * 3
@@ -177,7 +177,7 @@ def test_kept_reasoning_under_each_policy() -> None:
         (ContextPolicy.TEMPLATE, ForkReason.TEMPLATE_REWRITE),
     ):
         talk = Talk(real("qwen3"), policy=policy)
-        first, second, third = three_turns(talk)
+        *_, third = three_turns(talk)
         fourth = talk.ask([*third.history, user("And the docs?")], LOOK)
         fifth = talk.ask(fourth.answered("docs"), DONE)
         assert talk.reasons == [None, None, None, later, None]
@@ -230,7 +230,7 @@ def test_compaction() -> None:
 
 def test_compaction_without_a_window() -> None:
     talk = Talk(real("qwen3"), instruction=TASK)
-    first, second, third = three_turns(talk)
+    *_, third = three_turns(talk)
     title = talk.ask([system("Make a title."), user(TASK)], "A title", tools=())
     # Claude Code: the instruction is appended, with the same tools; then a short history.
     summary = talk.ask([*third.history, user("Summarise.")], "So far: it passes.")
@@ -266,7 +266,7 @@ def test_side_calls() -> None:
     talk = Talk(real("qwen3"), instruction=TASK)
     # OpenCode's title comes first and quotes the task.
     title = talk.ask([system("Make a title."), user(TASK)], "A title", tools=())
-    first, second, third = three_turns(talk)
+    three_turns(talk)
     commit = talk.ask([system(), user("Write a commit message.")], "Fix parser", model="small")
     assert title.node.reason is None
     assert commit.node.reason in (ForkReason.COMPACTION, ForkReason.UNMATCHED, ForkReason.SIDE)
@@ -308,8 +308,8 @@ def test_siblings() -> None:
     assert going.node.parent is again.node
     assert talk.chains == 2
     # n > 1: as many turns of one request, and the harness goes on from one of them.
-    wide = [talk.ask(going.history + [user("Which?")], f"Number {n}.") for n in range(3)]
-    best = talk.ask(wide[1].history + [user("Good.")], "Yes.")
+    wide = [talk.ask([*going.history, user("Which?")], f"Number {n}.") for n in range(3)]
+    best = talk.ask([*wide[1].history, user("Good.")], "Yes.")
     assert best.node.parent is wide[1].node
     assert [w.node.reason for w in wide] == [None, ForkReason.SIBLING, ForkReason.SIBLING]
     assert talk.chains == 4
@@ -612,7 +612,7 @@ def test_noise() -> None:
 def test_reply_is_spliced_only_behind_its_own_opening() -> None:
     """Under other template arguments a prompt may open the reply differently: what was sampled does not fit there."""
     talk = Talk(real("qwen3"))
-    first, second, third = three_turns(talk)
+    *_, third = three_turns(talk)
     again = Say("Certainly.", (call("bash", command="make test"),))
     thoughtless = talk.ask([*third.history, user("Go on.")], again, args={"enable_thinking": False})
     assert thoughtless.node.reason is ForkReason.TOOLS_CHANGED

@@ -247,16 +247,17 @@ def test_a_result_cannot_pass_for_the_seam(name: str, renderer: str) -> None:
 
 # Templates with wishes
 
-STRICT = """{%- for m in messages %}
+STRICT = """{%- macro checked(id) -%}
+{%- if id is not defined or id|length != 9 %}{{ raise_exception('call ids have nine characters') }}{% endif -%}
+{{ id }}
+{%- endmacro -%}
+{%- for m in messages %}
 {%- if m.role == 'assistant' and m.tool_calls %}
-{%- for c in m.tool_calls %}
-{%- if c.id is not defined or c.id|length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
-{%- endfor %}
+{%- for c in m.tool_calls %}{% set id = checked(c.id) %}{% endfor %}
 {{- '[TOOL_CALLS]' + (m.tool_calls|map(attribute='function')|list|tojson) + eos_token }}
 {%- elif m.role == 'assistant' %}{{- m.content + eos_token }}
 {%- elif m.role == 'tool' %}
-{%- if m.tool_call_id is not defined or m.tool_call_id|length != 9 %}{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
-{{- '[TOOL_RESULTS]' + ({'content': m.content, 'call_id': m.tool_call_id}|tojson) + '[/TOOL_RESULTS]' }}
+{{- '[TOOL_RESULTS]' + ({'content': m.content, 'call_id': checked(m.tool_call_id)}|tojson) + '[/TOOL_RESULTS]' }}
 {%- else %}{{- '[INST]' + m.content + '[/INST]' }}{% endif %}
 {%- endfor %}"""
 
@@ -281,7 +282,8 @@ NATIVE = """{%- for m in messages -%}
 {%- if m.role == 'assistant' -%}<|im_assistant|>assistant<|im_middle|>{{ m.content }}{% if m.tool_calls -%}
 <|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>
 {{- c.function.arguments|tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>
-{%- elif m.role == 'tool' -%}<|im_system|>{{ m.name }}<|im_middle|>## Return of {{ m.tool_call_id }}: {{ m.content }}<|im_end|>
+{%- elif m.role == 'tool' -%}<|im_system|>{{ m.name }}<|im_middle|>
+{{- '' }}## Return of {{ m.tool_call_id }}: {{ m.content }}<|im_end|>
 {%- else -%}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{% endif -%}"""

@@ -80,7 +80,7 @@ def test_model_folders(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     with pytest.raises(ConfigError, match="no chat template"):
         load_codec(tmp_path, renderer="sentinel")
-    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>"
     (tmp_path / "other.jinja").write_text(template)
     given_ = load_codec(tmp_path, template=tmp_path / "other.jinja", renderer="sentinel")
     assert given_.check.continues["user"]
