@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 
 from towline.conversation import Finish, Message, Reply, TokenLogprob, Tool, ToolCall
 from towline.engines.base import Engine, Ids, Sample, SampleRequest
@@ -104,7 +105,7 @@ def _call(id: str, name: str, arguments: dict[str, object] | str, custom: bool) 
     """A freeform tool's input is sampled as the one argument that the template declared for it."""
     if custom and isinstance(arguments, dict):
         given = arguments.get("input")
-        return ToolCall(id, name, given if isinstance(given, str) else str(arguments), True)
+        return ToolCall(id, name, given if isinstance(given, str) else orjson.dumps(arguments).decode(), True)
     return ToolCall(id, name, arguments, custom)
 
 

@@ -1,27 +1,31 @@
 """The registry: the smallest task in which a model must call a tool, read its result and answer with it.
 
-A session shows a few items. A question asks for one property of one of them and offers two values:
+A session shows a few items and a few tools, one for each property. A question asks for one property of one item and
+offers two values:
 
+    system     Registry of lamp, book, ring. (with the tools colour, size and owner)
     user       colour of lamp: red or blue?
-    assistant  <tool_call> colour(item="lamp") </tool_call>
+    assistant  a call of colour with {"item": "lamp"}
     tool       blue
     assistant  blue
 
-It is right only if the first call has the right tool and the right item, and the answer is the value that came back: a
-value that was guessed does not count. Whoever picks at random among what is shown is right in `CHANCE` of the cases.
+It is right only if the first reply is one call of the right tool with the right item, and the next one is the value that
+came back: a value that was guessed does not count.
 
-Pairs of a property and an item are split once and for all: a held-out pair is asked or called nowhere in warm-up or
-training, although its property, its item and every two of its three symbols are.
+Pairs of a property and an item are split once and for all: no question of warm-up or training asks for a held-out pair,
+although every property and every item is asked for in other pairs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 from typing import Any
+
+from towline.schema import Turn
 
 VALUES: Mapping[str, tuple[str, ...]] = {
     "colour": ("red", "blue", "green", "gold"),
@@ -32,39 +36,25 @@ VALUES: Mapping[str, tuple[str, ...]] = {
     "stuff": ("wood", "iron", "glass", "clay"),
 }
 """The properties, each with a tool of its name, and the values that each can have."""
-ITEMS = tuple(
-    [
-        "lamp",
-        "book",
-        "coin",
-        "boat",
-        "kite",
-        "drum",
-        "ring",
-        "vase",
-        "sofa",
-        "flag",
-        "rope",
-        "bell",
-        "mask",
-        "fork",
-        "gate",
-        "doll",
-    ]
-)
-SHOWN_ITEMS = SHOWN_TOOLS = 3
-CHANCE = 1 / SHOWN_TOOLS / SHOWN_ITEMS / 2
-"""Of the tool, of the item, and of the two values offered."""
+ITEMS = (
+    "lamp", "book", "coin", "boat", "kite", "drum", "ring", "vase",
+    "sofa", "flag", "rope", "bell", "mask", "fork", "gate", "doll",
+)  # fmt: skip
+SHOWN_TOOLS = SHOWN_ITEMS = 3
+CHANCE = 2 / (SHOWN_TOOLS + 1) * 2 / (SHOWN_ITEMS + 1) * 2 / 3
+"""How often it is right to repeat, each time, one of the mentions at random.
+
+The tool is mentioned among the tools and in the question, the item among the items and in the question, the value in
+the question and in the result: what is right is there twice, everything else once.
+"""
+UNKNOWN = "unknown"
+"""What a tool returns for an item that is not in the registry."""
 
 
-def tool(name: str) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
-        },
-    }
+def declaration(tool: str) -> dict[str, Any]:
+    """A tool as an agent declares it."""
+    schema = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
+    return {"type": "function", "function": {"name": tool, "parameters": schema}}
 
 
 class Split(StrEnum):
@@ -73,7 +63,7 @@ class Split(StrEnum):
 
 
 def split_of(attribute: str, item: str) -> Split:
-    """Which side a pair is on; a quarter is held out, evenly over all three symbols."""
+    """Which side a pair is on: a quarter is held out, spread evenly over properties and items."""
     place = list(VALUES).index(attribute) + ITEMS.index(item)
     return Split.TRAINING if place % 4 else Split.HELD_OUT
 
@@ -93,50 +83,98 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One session's worth: the items with their properties, and the questions in order."""
+    """What one session is about: the items with their properties, and the questions in order."""
 
     records: Mapping[str, Mapping[str, str]]
-    """The value of every property by item."""
+    """For each item the value of every property."""
     questions: tuple[Question, ...]
 
     @property
-    def tools(self) -> list[str]:
-        return list(next(iter(self.records.values())))
+    def tools(self) -> tuple[str, ...]:
+        return tuple(next(iter(self.records.values())))
 
     @property
     def system(self) -> str:
         """The system prompt."""
         return f"Registry of {', '.join(self.records)}."
 
-    def lookup(self, tool: str, item: str) -> str:
-        """What a tool returns."""
-        return self.records.get(item, {}).get(tool, "unknown")
+    def lookup(self, tool: str, item: object) -> str:
+        """What a tool returns, whatever the model gave as the item."""
+        return self.records.get(item, {}).get(tool, UNKNOWN) if isinstance(item, str) else UNKNOWN
 
     def to_json(self) -> str:
         """What the example agent reads with `--registry`."""
-        questions = [{"attribute": q.attribute, "item": q.item, "choices": q.choices} for q in self.questions]
-        return json.dumps({"records": self.records, "questions": questions})
+        asked = [{"text": q.text, "answer": self.lookup(q.attribute, q.item)} for q in self.questions]
+        return json.dumps({"records": self.records, "questions": asked})
 
 
 def draw(random: Random, split: Split = Split.TRAINING, questions: int = 1) -> Instance:
-    """A random instance whose questions are all of one side of the split."""
-    items = random.sample(ITEMS, SHOWN_ITEMS)
-    names = random.sample(list(VALUES), SHOWN_TOOLS)
-    pairs = [(name, item) for name in names for item in items if split_of(name, item) is split]
-    if not pairs:
-        return draw(random, split, questions)
-    records = {item: {name: random.choice(VALUES[name]) for name in names} for item in items}
+    """A random instance whose questions are all on one side of the split."""
+    while True:
+        items, tools = random.sample(ITEMS, SHOWN_ITEMS), random.sample(list(VALUES), SHOWN_TOOLS)
+        pairs = [(tool, item) for tool in tools for item in items if split_of(tool, item) is split]
+        if pairs:
+            break
+    records = {item: {tool: random.choice(VALUES[tool]) for tool in tools} for item in items}
     asked = []
     for _ in range(questions):
-        name, item = random.choice(pairs)
-        truth = records[item][name]
-        choices = [truth, random.choice([value for value in VALUES[name] if value != truth])]
+        attribute, item = random.choice(pairs)
+        truth = records[item][attribute]
+        choices = [truth, random.choice([value for value in VALUES[attribute] if value != truth])]
         random.shuffle(choices)
-        asked.append(Question(name, item, (choices[0], choices[1])))
+        asked.append(Question(attribute, item, (choices[0], choices[1])))
     return Instance(records, tuple(asked))
 
 
 def held_out(count: int = 64, seed: int = 0) -> list[Instance]:
-    """The instances that success is measured on: one question each, of pairs never asked in training."""
+    """Instances to measure success on: one question each, of a pair that is never asked for in training."""
     random = Random(f"held out {seed}")
     return [draw(random, Split.HELD_OUT) for _ in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What was right about one question; `answer` is whether what the tool returned was repeated."""
+
+    tool: bool = False
+    item: bool = False
+    answer: bool = False
+    well_formed: bool = False
+    """There was one call of an offered tool with an item, and then one known value."""
+
+    @property
+    def success(self) -> bool:
+        return self.tool and self.item and self.answer
+
+
+def score(instance: Instance, question: Question, replies: Sequence[Mapping[str, Any]]) -> Score:
+    """Score what the model said to one question: its replies in neutral JSON (`text`, `tool_calls`), in order."""
+    calls = replies[0].get("tool_calls", []) if replies else []
+    if len(calls) != 1:
+        return Score()
+    name, arguments = calls[0]["name"], calls[0]["arguments"]
+    if not isinstance(arguments, dict) or set(arguments) != {"item"}:
+        return Score(tool=name == question.attribute)
+    returned = instance.lookup(name, arguments["item"])
+    said = replies[1] if len(replies) > 1 else {}
+    text = "" if said.get("tool_calls") else str(said.get("text", "")).strip()
+    known = name in instance.tools and isinstance(arguments["item"], str)
+    return Score(
+        tool=name == question.attribute,
+        item=arguments["item"] == question.item,
+        answer=text == returned != UNKNOWN,
+        well_formed=known and any(text in values for values in VALUES.values()),
+    )
+
+
+def grade(instance: Instance, turns: Sequence[Turn]) -> list[Score]:
+    """Score a whole session, from the turns of its one conversation: each user message is the next question."""
+    replies: list[list[Mapping[str, Any]]] = []
+    for turn in sorted(turns, key=lambda turn: turn.index):
+        if any(message["role"] == "user" for message in turn.messages):
+            replies.append([])
+        if replies:
+            replies[-1].append(turn.reply)
+    missing = len(instance.questions) - len(replies)
+    paired = zip(instance.questions, [*replies, *([[]] * missing)], strict=False)
+    return [score(instance, question, said) for question, said in paired]

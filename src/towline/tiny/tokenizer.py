@@ -21,7 +21,11 @@ VOCABULARY = 512
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 _PIECES = r"\p{L}+|\p{N}|[^\p{L}\p{N}\n]+|\n+"
-"""A word, a digit, a run of signs, or space; words and signs with the space before them."""
+"""A word, a digit, a run of signs and spaces, or line breaks.
+
+Spaces go with signs, not with words, so that a word is the same id in prose, in quotes and in a call: copying it is then
+no more than repeating an id, and the punctuation of a call is one id between two words.
+"""
 _ENGLISH = """
 a about after all an and any are as ask at back be because been before but by call can come could day do done each end
 error even every false file find first for from get give go good had has have he her here him his how if in into is it

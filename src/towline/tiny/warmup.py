@@ -1,75 +1,104 @@
 """The format warm-up: supervised steps that teach how a call and an answer look, and nothing about which is right.
 
-The conversations are the registry's, with tools, items and answers drawn at random among those shown. A model warmed up so
-speaks the format nearly always and is right about as often as chance; being right is what reinforcement learning is for.
+The conversations are the registry's, with the very ids that the gateway would serve. Whoever speaks in them repeats one
+of the mentions at random: of a tool (among the tools, or in the question), of an item, of a value (in the question, or in
+the result). A model warmed up so speaks the format nearly always and is right about as often as `registry.CHANCE`; being
+right is what reinforcement learning is for.
+
+Since it is known what each random choice was drawn from, the steps learn that whole distribution rather than the one
+draw: the same aim as with more conversations, without their noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from towline.conversation import Message, Tool, ToolCall
+from towline.errors import ConfigError
 from towline.tiny import registry
 from towline.tokens.codec import Codec, Frame
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from towline.engines.embedded import Decoder
 
 ROWS = 8
-QUESTIONS = (1, 2, 4)
-RATE = 2e-3
+"""Conversations a step, of one question each; fewer if they are longer."""
+QUESTIONS = (1, 1, 2, 4)
+RATE = 3e-3
+RISE = 10
+"""Steps until the learning rate is reached; then it falls along a cosine to a twentieth."""
 _NO_IDS = np.empty(0, np.int32)
 
 
+@dataclass(slots=True)
+class Row:
+    """The ids of one conversation, and for each id that a model would have sampled what it was drawn from."""
+
+    ids: list[int] = field(default_factory=list)
+    targets: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Place, and the ids that were possible there; one that is listed twice is twice as likely."""
+
+    def say(self, ids: Sequence[int], *choices: Sequence[int]) -> None:
+        """Add what is sampled. Each of `choices` has first the id that was drawn, then all it was drawn from."""
+        drawn = {choice[0]: list(choice[1:]) for choice in choices}
+        self.targets += [(len(self.ids) + place, drawn.get(id, [id])) for place, id in enumerate(ids)]
+        self.ids += ids
+
+
 def frame_of(instance: registry.Instance) -> Frame:
-    """The tools of an instance, as a harness declares them."""
-    declared = (registry.tool(name)["function"] for name in instance.tools)
-    return Frame(tuple(Tool(tool["name"], "", tool["parameters"]) for tool in declared))
+    """The tools of an instance, as an agent declares them."""
+    functions = [registry.declaration(name)["function"] for name in instance.tools]
+    return Frame(tuple(Tool(function["name"], "", function["parameters"]) for function in functions))
 
 
-def conversation(codec: Codec, random: Random, questions: int) -> tuple[list[int], list[bool]]:
-    """The ids of one conversation, and which of them a model would have sampled."""
+def conversation(codec: Codec, random: Random, questions: int) -> Row:
+    """A conversation about a random instance."""
     instance = registry.draw(random, questions=questions)
     frame = frame_of(instance)
     messages = [Message("system", instance.system)]
-    ids: list[int] = []
-    sampled: list[bool] = []
-
-    def add(new: list[int], said: bool) -> None:
-        ids.extend(new)
-        sampled.extend([said] * len(new))
-
-    last: list[int] | None = None
+    row, last = Row(), None
     for place, question in enumerate(instance.questions):
         asked = Message("user", question.text)
-        add(_next(codec, messages, last, asked, frame), False)
+        row.ids += _between(codec, messages, last, asked, frame)
         messages.append(asked)
-        name = random.choice([*instance.tools, question.attribute])
-        item = random.choice([*instance.records, question.item])
-        call = ToolCall(f"call{place:05d}000", name, {"item": item})
+        tools = [*instance.tools, question.attribute]
+        items = [*instance.records, question.item]
+        call = ToolCall(f"call{place}", random.choice(tools), {"item": (item := random.choice(items))})
         said = codec.write("", None, [call], frame)
-        add(said, True)
+        row.say(said, _ids(codec, call.name, *tools), _ids(codec, item, *items))
         messages.append(Message("assistant", "", None, (call,)))
-        result = Message("tool", instance.lookup(name, item), tool_call_id=call.id, name=name)
-        add(_next(codec, messages, said, result, frame), False)
+        result = Message("tool", instance.lookup(call.name, item), tool_call_id=call.id, name=call.name)
+        row.ids += _between(codec, messages, said, result, frame)
         messages.append(result)
-        answer = random.choice([*question.choices, result.text])
+        values = [*question.choices, result.text]
+        answer = random.choice(values)
         last = codec.write(answer, None, [], frame)
-        add(last, True)
+        row.say(last, _ids(codec, answer, *values))
         messages.append(Message("assistant", answer))
-    return ids, sampled
+    return row
 
 
-def _next(codec: Codec, messages: list[Message], last: list[int] | None, new: Message, frame: Frame) -> list[int]:
+def _between(codec: Codec, messages: list[Message], last: list[int] | None, new: Message, frame: Frame) -> list[int]:
     """The ids between the last reply and the next."""
     if last is None:
         return codec.prompt([*messages, new], frame).ids
     return codec.extend(messages[:-1], messages[-1], _NO_IDS, np.asarray(last, np.int32), [new], frame).ids
+
+
+def _ids(codec: Codec, *symbols: str) -> list[int]:
+    """The one id of each symbol."""
+    found = [codec.tokenizer.id_of(symbol) for symbol in symbols]
+    if None in found:
+        raise ConfigError(f"{symbols[found.index(None)]!r} is not one token of this tokenizer")
+    return [id for id in found if id is not None]
 
 
 def warm_up(
@@ -77,28 +106,34 @@ def warm_up(
 ) -> None:
     """Train the decoder in place. The same seed gives the same weights on the same machine."""
     import torch
-    from torch.nn import functional
 
     random = Random(f"warm-up {seed}")
     optimiser = torch.optim.AdamW(decoder.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(steps):
         questions = random.choice(QUESTIONS)
         count = max(1, round(ROWS / questions**0.7))
-        rows = [conversation(codec, random, questions) for _ in range(count)]
-        length = max(len(ids) for ids, _ in rows)
-        ids = torch.zeros(count, length, dtype=torch.long)
-        said = torch.zeros(count, length, dtype=torch.bool)
-        for place, (row, sampled) in enumerate(rows):
-            ids[place, : len(row)] = torch.tensor(row)
-            said[place, : len(row)] = torch.tensor(sampled)
-        rate = RATE * min(1.0, (step + 1) / 10) * (0.05 + 0.475 * (1 + math.cos(math.pi * step / steps)))
         for group in optimiser.param_groups:
-            group["lr"] = rate
-        hidden = decoder.hidden(ids[:, :-1])[said[:, 1:]]
-        loss = functional.cross_entropy(functional.linear(hidden, decoder.head), ids[:, 1:][said[:, 1:]])
+            group["lr"] = RATE * min(1.0, (step + 1) / RISE) * (0.05 + 0.475 * (1 + math.cos(math.pi * step / steps)))
+        loss = _loss(decoder, [conversation(codec, random, questions) for _ in range(count)])
         optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         optimiser.step()
         if progress is not None:
             progress(step + 1, steps, f"loss {loss.item():.2f}")
+
+
+def _loss(decoder: Decoder, rows: Sequence[Row]) -> Tensor:
+    """Cross entropy of the sampled places against what was possible at each, a place's options weighing 1 together."""
+    import torch
+    from torch.nn import functional
+
+    ids = torch.zeros(len(rows), max(len(row.ids) for row in rows), dtype=torch.long)
+    for number, row in enumerate(rows):
+        ids[number, : len(row.ids)] = torch.tensor(row.ids)
+    targets = [(number, place - 1, options) for number, row in enumerate(rows) for place, options in row.targets]
+    hidden = decoder.hidden(ids)[[number for number, _, _ in targets], [place for _, place, _ in targets]]
+    logprobs = functional.log_softmax(functional.linear(hidden, decoder.head), -1)
+    entries = [(at, id, 1 / len(options)) for at, (_, _, options) in enumerate(targets) for id in options]
+    places, wanted, weights = zip(*entries, strict=True)
+    return -(logprobs[places, wanted] * torch.tensor(weights)).sum() / len(targets)
