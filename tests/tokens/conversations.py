@@ -295,6 +295,7 @@ class Talk:
             self.codec, np.asarray(asked.prompt, np.int32), sample, self.tools[node.key], node.index
         )
         self.native.update({bare_id(minted): own for minted, own in native.items()})
+        node.meta["native_ids"] = native
         node.finish = finish
         self.graph.finish(node)
         node.delivered = deliver

@@ -188,6 +188,25 @@ def test_kept_reasoning_under_each_policy() -> None:
         assert ("look around" in talk.text(fourth.prompt)) == (later is None)
 
 
+def test_edits_under_each_policy() -> None:
+    """After an edit the policy holds as before: what the template would strip is shown stripped, or as it was sampled."""
+    for policy in ContextPolicy:
+        talk = Talk(real("qwen3"), policy=policy)
+        *_, third = three_turns(talk)
+        edited = [*third.history, user("And now the docs.")]
+        edited[1] = user(TASK + " Quickly.")
+        fourth = talk.ask(edited, "Done too.")
+        assert fourth.node.reason is ForkReason.HISTORY_EDITED
+        assert contains(fourth.prompt, third.sampled) == (policy is ContextPolicy.RETAIN)
+        if policy is not ContextPolicy.RETAIN:
+            assert fourth.prompt == talk.plain(fourth.request, fourth.node)
+        # The last reply alone is enough to be rewritten.
+        talk = Talk(real("qwen3"), policy=policy)
+        first = talk.ask([user(TASK)], DONE)
+        second = talk.ask([*first.history, user("And?")], DONE)
+        assert second.node.reason is (None if policy is ContextPolicy.RETAIN else ForkReason.TEMPLATE_REWRITE)
+
+
 REWRITING = ("deepseekv3", "nemotron_3_nano")
 """Their history does not begin as their generation prompt does."""
 
@@ -242,8 +261,9 @@ def test_compaction_without_a_window() -> None:
     assert title.node.reason is ForkReason.SIDE
     assert talk.roles == [MAIN, MAIN, MAIN, SIDE, MAIN, COMPACTION]
     # A side call in between does not hide what was compacted.
+    after = talk.ask([*after.history, user("More.")], DONE)
     talk.ask([system("Make a title."), user("So far: it passes.")], "A title", tools=())
-    again = talk.ask([system(), user("So far: it still passes.")], DONE)
+    again = talk.ask([system(), user("So far: it still passes."), user("Go on.")], DONE)
     assert again.node.reason is ForkReason.COMPACTION
 
 
@@ -459,8 +479,8 @@ def test_spliced_reply_with_the_wrong_end_loses_only_that() -> None:
     codec = templated("glm4moe")
     talk = Talk(codec)
     first, second, third = three_turns(talk)
-    # The harness leaves out a question: what ended for the user now stands before another message of the user's.
-    fourth = talk.ask([*third.history, user("And now?")], replace(LOOK, end="<|user|>"))
+    wrong = Say("", (call("bash", command="make docs"),), "Now the docs.", end="<|user|>")
+    fourth = talk.ask([*third.history, user("And now?")], wrong)
     edited = [*fourth.history, result(fourth.calls[0], "x")]
     edited[3] = replace(edited[3], text="[cleared]")
     fifth = talk.ask(edited, DONE)
@@ -468,6 +488,28 @@ def test_spliced_reply_with_the_wrong_end_loses_only_that() -> None:
     assert fifth.node.reason is ForkReason.HISTORY_EDITED
     assert contains(fifth.prompt, [*fourth.sampled[:-1], codec.tokenizer.id_of("<|observation|>")])
     assert contains(fifth.prompt, second.sampled)
+    # A reply that was cut short is closed again, which is no forced close of the turn that shows it.
+    talk = Talk(codec)
+    first = talk.ask([user(TASK)], replace(DONE, cut=6))
+    second = talk.ask([*first.history, user("Go on.")], LOOK)
+    edited = second.answered("x")
+    edited[0] = user("Something else.")
+    third = talk.ask(edited, DONE)
+    assert contains(third.prompt, first.sampled)
+    assert (second.node.forced, third.node.forced) == (1, 0)
+    branch = [*third.history, user("More.")]
+    cut = talk.ask(branch, replace(DONE, cut=6))
+    after = talk.ask([*cut.history, user("And?")], "Yes.")
+    edited = [*after.history, user("?")]
+    edited[-3] = user("Otherwise.")
+    last = talk.ask(edited, "No.")
+    assert last.node.parent is cut.node
+    assert last.node.forced == 1
+    edited[-5] = user("Quite otherwise.")
+    last = talk.ask(edited, "No.")
+    assert last.node.parent is third.node
+    assert contains(last.prompt, cut.sampled)
+    assert (last.node.forced, last.node.flags) == (0, ["spliced_replies"])
 
 
 # Prefills

@@ -136,6 +136,21 @@ def test_bridge_is_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         rendered.clear()
 
 
+def test_a_bridge_that_fails_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = templated("qwen3")
+    reply = Message("assistant", "Yes.", "Hm.")
+    ids = np.asarray(sampled(codec, reply), np.int32)
+    prompt = np.asarray(codec.prompt([user("?")], FRAME).ids, np.int32)
+    expected = codec.extend([user("?")], reply, prompt, ids, [user("And?")], FRAME)
+
+    class Failing:
+        def bridge_to_next_turn(self, *_: object, **__: object) -> None:
+            raise ValueError("not these messages")
+
+    monkeypatch.setattr(codec, "_renderer", lambda _: Failing())
+    assert codec.extend([user("?")], reply, prompt, ids, [user("And?")], FRAME) == expected
+
+
 def test_unknown_arguments_and_families() -> None:
     codec = real("qwen3")
     assert isinstance(codec, FamilyCodec)

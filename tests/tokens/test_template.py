@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -313,6 +314,11 @@ def test_ids_that_the_model_sampled() -> None:
     assert fourth.node.reason is ForkReason.HISTORY_EDITED
     assert "call0" not in talk.text(fourth.prompt)
     assert re.findall(r"Return of functions\.(.*?)<", talk.text(fourth.prompt)) == expected
+    # A reply that the harness put in other words is rendered, with the ids that belong to its results.
+    edited[1] = replace(edited[1], text="Both of them.")
+    fifth = talk.ask(edited, "Yes.")
+    assert "Both of them.<|tool_calls_section_begin|><|tool_call_begin|>functions.bash:0" in talk.text(fifth.prompt)
+    assert "call0" not in talk.text(fifth.prompt)
     # Twins are still told apart by the ids that the harness was given.
     again = talk.ask([user("Go.")], Say("Both.", both))
     after = talk.ask([*again.history, *(result(c, "r") for c in again.calls)], "Done.")
