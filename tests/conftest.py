@@ -19,7 +19,8 @@ hypothesis.settings.register_profile(
     "ci",
     deadline=None,
     max_examples=50,
-    derandomize=False,
+    # Continuous integration tries the same examples each time; whoever runs the tests by hand tries new ones.
+    derandomize=bool(os.environ.get("CI")),
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )

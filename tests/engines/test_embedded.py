@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,17 @@ async def until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.001)
     raise TimeoutError("the condition never came true")
+
+
+@pytest.fixture(autouse=True)
+def _memory_full_of_rubbish() -> Iterator[None]:
+    """Memory that nobody wrote reads as NaN, as it may in a process that has run for a while."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize("call", [1024, 0], ids=["padded", "clustered"])

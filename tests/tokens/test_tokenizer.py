@@ -24,7 +24,10 @@ TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\x00"),
 @given(text=TEXT)
 def test_text_survives(name: str, text: str) -> None:
     tokenizer = real(name).tokenizer
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    normalizer = tokenizer.backend.normalizer
+    # Qwen's tokenizers compose characters first (NFC); what is lost there is lost before any token.
+    expected = normalizer.normalize_str(text) if normalizer is not None else text
+    assert tokenizer.decode(tokenizer.encode(text)) == expected
     assert tokenizer.decode(tokenizer.encode_plain(text)) == text
     if not tokenizer.added_pattern.search(text):
         assert tokenizer.encode(text) == tokenizer.encode_plain(text)

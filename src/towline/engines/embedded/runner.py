@@ -74,10 +74,10 @@ class Runner:
             config.num_key_value_heads,
             config.head_dim,
         )
-        # Unwritten memory is never read: only slot 0 pads, and it is the one that must hold finite numbers.
+        # A row may be padded with slots that are not written yet. They are masked, but what is masked is still multiplied
+        # by zero, so every slot holds finite numbers from the start.
         shape = (config.num_hidden_layers, slots + 1, 2 * self._shared, self._size)
-        self._pool = torch.empty(shape, dtype=torch.float32)
-        self._pool[:, 0] = 0.0
+        self._pool = torch.zeros(shape, dtype=torch.float32)
         self._attention = Attention(self._heads, self._shared, self._size)
         cosines, sines = rope_angles(rope_frequencies(config), torch.arange(context))
         # Rolling a head by half swaps its halves; the sign that a rotation needs is kept in the sines.
