@@ -12,10 +12,10 @@ READY := .venv/.ready
 PYTEST_ARGS ?=
 RUFF_PATHS := $(wildcard src tests bench examples)
 
-.PHONY: help setup assets node demo test lint format bench audit lock clean
+.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses lint format bench audit lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 setup: $(READY) ## Make .venv with everything that is pinned (PYTHON=…, TORCH_ARGS=… to choose)
 
@@ -23,6 +23,14 @@ setup: $(READY) ## Make .venv with everything that is pinned (PYTHON=…, TORCH_
 $(READY): pyproject.toml requirements/install.sh requirements/dev.txt requirements/torch.txt requirements/templates.txt
 	@bash requirements/install.sh
 	@touch $@
+
+# Sandboxes; `newuidmap` gives an ordinary user's sandboxes more than one user id.
+SANDBOXES := bwrap:bubblewrap newuidmap:uidmap
+system: ## Install the system packages that sessions in sandboxes need, if they are missing
+	@bash requirements/system.sh $(SANDBOXES)
+
+test-system:
+	@bash requirements/system.sh $(SANDBOXES) dockerd:docker.io busybox:busybox-static initdb:postgresql ip:iproute2
 
 assets: setup ## Fetch the real tokenizers and chat templates that tests, demo and audit use
 	@$(BIN)/python -m towline.assets fetch
@@ -37,8 +45,18 @@ $(NODE_READY): tests/e2e/node/package.json tests/e2e/node/package-lock.json | se
 	@PATH="$(CURDIR)/$(BIN):$$PATH" npm ci --prefix tests/e2e/node --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
 
-test: assets node ## Run all tests (PYTEST_ARGS="-k name" for some)
+# Two agent programs, one of npm and one of PyPI, are in every test run; the others have a target of their own.
+pi: setup
+	@$(BIN)/towline harness install pi hermes
+
+harnesses: setup ## Install every agent program that Towline has a preset for (4 GB)
+	$(BIN)/towline harness install all
+
+test: assets node test-system pi ## Run all tests but those of the larger harnesses (PYTEST_ARGS="-k name" for some)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-harnesses: assets system harnesses ## Run the real Codex, Claude Code, Qwen Code, Gemini CLI, OpenCode, OpenClaw, Hermes, …
+	$(BIN)/python -m pytest tests/e2e/harnesses $(PYTEST_ARGS)
 
 lint: setup ## Check style, formatting and types
 	$(BIN)/ruff check $(RUFF_PATHS)
@@ -49,7 +67,7 @@ format: setup ## Rewrite the code in the house style
 	$(BIN)/ruff check --fix $(RUFF_PATHS)
 	$(BIN)/ruff format $(RUFF_PATHS)
 
-bench: assets ## Measure what the README's figures come from
+bench: assets test-system ## Measure what the README's figures come from
 	$(BIN)/python bench/run.py
 
 audit: assets ## Prove token fidelity over real tokenizers and templates; rows and model go to runs/audit
@@ -62,7 +80,7 @@ LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.1
 lock: ## Write the hashed requirement files anew with the newest allowed versions
 	@test -x $(BIN)/python || bash requirements/install.sh
 	$(BIN)/python -m pip install --quiet uv==0.13.7
-	$(LOCK) pyproject.toml requirements/dev.in --extra assets -o requirements/dev.txt
+	$(LOCK) pyproject.toml requirements/dev.in --extra assets --extra math --extra postgres -o requirements/dev.txt
 	$(LOCK) pyproject.toml -c requirements/dev.txt -o requirements/base.txt
 	$(LOCK) --no-deps requirements/templates.in -o requirements/templates.txt
 

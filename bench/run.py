@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from towline.benchmarks import continuing, load
+from towline.benchmarks import continuing, load, overlap, queue, sandboxes
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ class Benchmark:
 BENCHMARKS = {
     "continue": Benchmark(continuing.run, continuing.render),
     "load": Benchmark(load.run, load.render),
+    "sandboxes": Benchmark(sandboxes.run, sandboxes.render),
+    "overlap": Benchmark(overlap.run, overlap.render),
+    "queue": Benchmark(lambda target, progress: queue.run(report=progress), queue.render),
 }
 
 

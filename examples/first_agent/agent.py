@@ -8,12 +8,11 @@ tools, runs them, sends the results back, and takes the model's text as the answ
 """
 
 import argparse
+import http.client
 import json
 import os
-import random
 import sys
-import urllib.error
-import urllib.request
+from urllib.parse import urlsplit
 
 PROPERTIES = {
     "colour": ["red", "blue", "green", "gold"],
@@ -22,81 +21,116 @@ PROPERTIES = {
 }
 ITEMS = ["lamp", "book", "coin"]
 MOST_CALLS = 3
+"""Model calls that a question may take."""
 
 
-def registry(seed):
-    """Every item's properties: what the tools look up."""
+class Refused(Exception):
+    """The model did not answer, and asking again would not help."""
+
+
+class Model:
+    """An OpenAI-compatible chat endpoint, over one connection."""
+
+    def __init__(self, base_url, key, name):
+        url = urlsplit(base_url)
+        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        self.connection = kind(url.hostname, url.port, timeout=300)
+        self.path = url.path.rstrip("/") + "/chat/completions"
+        self.headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+        self.name = name
+
+    def reply(self, messages, tools):
+        """The assistant's next message."""
+        body = json.dumps({"model": self.name, "messages": messages, "tools": tools})
+        try:
+            self.connection.request("POST", self.path, body, self.headers)
+            response = self.connection.getresponse()
+            data = response.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise Refused(f"no answer from the model: {error!r}") from error
+        if response.status != 200:
+            raise Refused(f"the model refused with {response.status}: {data[:300]}")
+        return json.loads(data)["choices"][0]["message"]
+
+
+def invented(seed, count):
+    """A registry and questions about it, made up."""
+    import random  # Not needed, and so not loaded, when a registry is given.
+
     chance = random.Random(seed)
-    return {item: {name: chance.choice(values) for name, values in PROPERTIES.items()} for item in ITEMS}
-
-
-def questions(seed, count, records):
-    chance = random.Random(seed + 1)
+    records = {item: {name: chance.choice(values) for name, values in PROPERTIES.items()} for item in ITEMS}
+    questions = []
     for _ in range(count):
         item, name = chance.choice(ITEMS), chance.choice(list(PROPERTIES))
         truth = records[item][name]
         offered = [truth, chance.choice([value for value in PROPERTIES[name] if value != truth])]
         chance.shuffle(offered)
-        yield f"{name} of {item}: {offered[0]} or {offered[1]}?", truth
+        questions.append({"text": f"{name} of {item}: {offered[0]} or {offered[1]}?", "answer": truth})
+    return records, questions
 
 
-def tools():
+def declared(records):
+    """One tool for each property."""
     schema = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
-    return [{"type": "function", "function": {"name": name, "parameters": schema}} for name in PROPERTIES]
-
-
-def complete(messages):
-    """One model call."""
-    body = {"model": os.environ.get("MODEL", "tiny"), "messages": messages, "tools": tools(), "max_tokens": 128}
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"].rstrip("/") + "/chat/completions",
-        data=json.dumps(body).encode(),
-        headers={
-            "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
-            "Content-Type": "application/json",
-        },
-    )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return json.load(response)["choices"][0]["message"]
+    names = next(iter(records.values()))
+    return [{"type": "function", "function": {"name": name, "parameters": schema}} for name in names]
 
 
 def run_tool(call, records):
+    """What the called tool returns, whatever the model made of the call."""
     try:
-        item = json.loads(call["function"]["arguments"]).get("item")
-    except (ValueError, AttributeError):
+        item = json.loads(call["function"]["arguments"])["item"]
+        return records[item][call["function"]["name"]]
+    except (ValueError, KeyError, TypeError):
         return "unknown"
-    return records.get(item, {}).get(call["function"]["name"], "unknown")
+
+
+def ask(model, messages, records):
+    """Let the model call tools until it answers in text; its answer, or an empty one if it never stops calling."""
+    for _ in range(MOST_CALLS):
+        message = model.reply(messages, declared(records))
+        messages.append(message)
+        calls = message.get("tool_calls") or []
+        if not calls:
+            return (message.get("content") or "").strip()
+        for call in calls:
+            result = run_tool(call, records)
+            print(f"  {call['function']['name']}({call['function']['arguments']}) = {result}", flush=True)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    return ""
 
 
 def main():
     parser = argparse.ArgumentParser(description="An agent that answers questions by calling tools.")
-    parser.add_argument("--questions", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--questions", type=int, default=4, help="how many, unless a registry says which")
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up registry")
+    parser.add_argument(
+        "--registry", help='JSON file: {"records": {item: {property: value}}, "questions": [{"text", "answer"}]}'
+    )
     options = parser.parse_args()
-    records = registry(options.seed)
-    messages = [{"role": "system", "content": "Registry of " + ", ".join(ITEMS) + "."}]
+    missing = [name for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY") if not os.environ.get(name)]
+    if missing:
+        parser.error(f"set {' and '.join(missing)}")
+    if options.registry:
+        with open(options.registry, encoding="utf-8") as file:
+            given = json.load(file)
+        records, questions = given["records"], given["questions"]
+    else:
+        records, questions = invented(options.seed, options.questions)
+    model = Model(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], os.environ.get("MODEL", "tiny"))
+    messages = [{"role": "system", "content": f"Registry of {', '.join(records)}."}]
     right = 0
-    for question, truth in questions(options.seed, options.questions, records):
-        print(f"? {question}")
-        messages.append({"role": "user", "content": question})
-        for _ in range(MOST_CALLS):
-            try:
-                message = complete(messages)
-            except urllib.error.HTTPError as error:
-                print(f"the model refused: {error.code} {error.read(300).decode('utf-8', 'replace')}", file=sys.stderr)
-                return 1
-            messages.append(message)
-            calls = message.get("tool_calls") or []
-            for call in calls:
-                result = run_tool(call, records)
-                print(f"  {call['function']['name']}({call['function']['arguments']}) = {result}")
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-            if not calls:
-                break
-        answer = (message.get("content") or "").strip()
-        right += answer == truth
-        print(f"  {answer!r}, {'right' if answer == truth else 'wrong'}")
-    print(f"{right} of {options.questions} right")
+    for question in questions:
+        print(f"? {question['text']}", flush=True)
+        messages.append({"role": "user", "content": question["text"]})
+        try:
+            answer = ask(model, messages, records)
+        except Refused as refusal:
+            print(refusal, file=sys.stderr)
+            return 1
+        right += answer == question["answer"]
+        print(f"  {answer!r} is {'right' if answer == question['answer'] else 'wrong'}", flush=True)
+    print(f"{right} of {len(questions)} right")
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from towline.errors import ConfigError
-from towline.schema import BuilderName, ContextPolicy, TurnRole
+from towline.schema import BuilderName, ContextPolicy, Resources, SandboxKind, TurnRole
 from towline.schema.vocabulary import TRAINED_ROLES
 
 FILE = "towline.toml"
@@ -142,11 +142,91 @@ class EngineSettings(_Section):
     max_batch: int = Field(16, ge=1)
 
 
+class StageSeconds(_Section):
+    """How long a stage of a session may take where its task says nothing."""
+
+    prepare: float = Field(3600.0, gt=0)
+    """Installs, images and root file systems: once for all sessions of an environment."""
+    init: float = Field(300.0, gt=0)
+    run: float = Field(1800.0, gt=0)
+    build: float = Field(300.0, gt=0)
+    evaluate: float = Field(600.0, gt=0)
+
+
+class NodeSettings(_Section):
+    """How sessions run on one machine."""
+
+    sandbox: SandboxKind = SandboxKind.BUBBLEWRAP
+    """For environments that name none."""
+    init_workers: int = Field(4, ge=1)
+    run_workers: int = Field(16, ge=1)
+    build_workers: int = Field(2, ge=1)
+    evaluate_workers: int = Field(4, ge=1)
+    """How many sessions may be in a stage at the same time."""
+    ahead: int = Field(4, ge=0)
+    """Sessions that are made ready before there is room for them to run."""
+    warm: int = Field(2, ge=0)
+    """Sandboxes kept ready for each environment."""
+    seconds: StageSeconds = StageSeconds()
+    looping: int = Field(10, ge=0)
+    """A session that makes the same call and gets the same result so many times in a row ends as `looping`; 0: never."""
+    resources: Resources = Resources()
+    """Limits of a sandbox where its task says nothing."""
+    log_bytes: int = Field(16 * 1024 * 1024, ge=1024)
+    """Most that is kept of what a harness prints."""
+    artifact_bytes: int = Field(64 * 1024 * 1024, ge=1024)
+    """Most that is kept of each artifact."""
+    bases: dict[str, str] = Field(default_factory=dict)
+    """Which root file system stands for which image of a Dockerfile: `{"python:3.*": "roots/python.tar"}`. An image that
+    no pattern matches is the environment's own root, which is the host's unless it names another."""
+    cache: Path | None = None
+    """Installs and root file systems, shared by all sessions. Default: the user's cache folder."""
+    cache_bytes: int = Field(20 * 1024**3, ge=1024**2)
+    """Most that root file systems take there."""
+
+
+class ServerSettings(_Section):
+    """The rollout service."""
+
+    host: str = "127.0.0.1"
+    """Anything but loopback needs a key first."""
+    port: int = Field(8600, ge=0, le=65535)
+    data: Path = Path("towline-data")
+    database: str | None = None
+    """`postgresql://user@host/name`; a file in `data` by default. A password belongs into the environment's
+    `TOWLINE_SERVER__DATABASE`."""
+    segments: str | None = None
+    """Where trajectories are kept: a folder, or any URL of fsspec. Default: a folder in `data`."""
+    queue: int = Field(100_000, ge=1, le=10_000_000)
+    """Most sessions that wait; further tasks are refused until there is room."""
+    lease_seconds: float = Field(300.0, gt=0)
+    """How long a consumer has for a result, if it does not say."""
+    wait_seconds: float = Field(60.0, ge=0)
+    """Longest that a call for results waits for the first."""
+    keep_seconds: float = Field(7 * 86_400.0, ge=0)
+    """How long a task's results are kept at least. A consumer that still needs them keeps them longer."""
+    silent_seconds: float = Field(3 * 86_400.0, gt=0)
+    """A consumer that was not seen for so long keeps nothing."""
+    events: int = Field(100_000, ge=100)
+    """How many events are kept for those who come back."""
+    body_bytes: int = Field(64 * 1024 * 1024, ge=1024)
+    stop_seconds: float = Field(10.0, ge=0)
+    """How long sessions may go on when the server is told to stop; then they are kept as they are and run again later."""
+    callback_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
+    """Hosts (`name` or `name:port`) that a task's callback may name."""
+    callback_tries: int = Field(8, ge=1)
+    trust_submitters: bool = False
+    """Whether keys of role `submit` may use the server's own machine in their tasks: its files, the process sandbox, an
+    open network, modules to import. Admins may."""
+
+
 class Settings(_Section):
     gateway: GatewaySettings = GatewaySettings()
     session: SessionSettings = SessionSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
+    node: NodeSettings = NodeSettings()
+    server: ServerSettings = ServerSettings()
 
     @classmethod
     def load(cls, file: Path | None = None, **overrides: dict[str, Any]) -> Self:

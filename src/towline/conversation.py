@@ -122,6 +122,8 @@ class Request:
     model: str
     messages: list[Message]
     tools: tuple[Tool, ...] = ()
+    shown: tuple[Tool, ...] = ()
+    """Tools that messages show and the declarations do not offer: a reply may call them, no template declares them."""
     tool_choice: str | dict[str, Any] | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stream: bool = False

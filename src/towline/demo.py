@@ -10,29 +10,39 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from towline import tiny, view
 from towline.config import GatewaySettings, SamplingSettings, SessionSettings
-from towline.errors import ConfigError
+from towline.errors import ConfigError, EngineError
 from towline.gateway.gateway import Gateway
 from towline.gateway.server import serving
 from towline.schema import Trajectory
+from towline.tiny import registry
 from towline.tokens.loading import load_codec
+
+if TYPE_CHECKING:
+    from towline.tokens.template import SentinelCodec
 
 BOUND = 1e-4
 """Largest difference of a recorded logprob from that of one forward pass, in float32."""
 AGENT = Path(__file__).parents[2] / "examples" / "first_agent" / "agent.py"
-_CONTROL_KEY_BYTES = 32
+LONGEST_TURN = 64
+"""Tokens; a call takes 16 and an answer 2."""
+AGENT_SECONDS = 300.0
+"""When the agent is given up on."""
 
 
 async def run(
@@ -44,86 +54,101 @@ async def run(
     as_json: bool = False,
     model: Path | None = None,
 ) -> int:
-    """Run it all; 0 if the agent ended well and every logprob was found again."""
+    """Run it all and write the trajectory to `folder`; 0 if nothing is off.
+
+    `model` is where the tiny model is or is to be made, by default the user's cache.
+    """
     if not AGENT.is_file():
-        raise ConfigError("the demo runs examples/first_agent/agent.py of the source tree, which is not here")
+        raise ConfigError(
+            f"the demo runs examples/first_agent/agent.py of the source tree, and {AGENT} is not there: "
+            "clone the repository and run `make demo` in it"
+        )
     with _progress(console) as report:
         served = await asyncio.to_thread(tiny.create, model or tiny.default_folder(), progress=report)
-    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-    code, said, trajectory = await _rollout(served, questions, seed)
     codec = load_codec(served, renderer="sentinel")
-    console.rule("the agent, an ordinary program")
-    console.print(said.rstrip(), markup=False, highlight=False)
-    view.render(trajectory, codec.tokenizer.decode, console=console)
+    instance = registry.draw(Random(f"demo {seed}"), questions=questions)
+    code, said, trajectory = await _rollout(served, codec, instance, seed)
     worst = await asyncio.to_thread(recompute, served, trajectory)
-    trajectory.write(folder / "trajectory.arrow")
-    (folder / "trajectory.json").write_bytes(trajectory.to_json())
-    (folder / "model.json").write_text(json.dumps({"folder": str(served.resolve()), "name": "tiny"}))
-    tokens = trajectory.report.trained_tokens
-    good = code == 0 and trajectory.error is None and worst < BOUND
+    await asyncio.to_thread(_write, folder, served, trajectory)
+
+    console.rule("the agent, an ordinary program")
+    console.print(Text(view.visible(said.rstrip(), lines=True).replace("↵\n", "\n")))
+    console.rule("what was recorded")
+    view.render(trajectory, codec.tokenizer.decode, console=console)
+    console.rule("proof")
+    problems = _problems(code, worst, trajectory)
+    right = sum(score.success for score in registry.grade(instance, trajectory.turns))
+    _conclude(console, folder, trajectory, worst, right, questions, problems)
     if as_json:
-        report_json = trajectory.report.model_dump(mode="json")
-        print(json.dumps({"exit_code": code, "max_abs_dlogp": worst, "report": report_json, "ok": good}))
-    console.print(
-        f"[bold]{'Proven' if worst < BOUND else 'NOT proven'}:[/] one forward pass over the rows gives the logprob of all "
-        f"{tokens} trained tokens back; the largest difference is {worst:.1e} (bound {BOUND:g}).",
-        highlight=False,
-    )
-    console.print(f"Written to {folder}. Next: [bold]towline trace {folder / 'trajectory.arrow'}[/]", highlight=False)
-    console.print("      the whole proof: [bold]towline audit fidelity[/]", highlight=False)
-    return 0 if good else 1
+        result = {
+            "ok": not problems,
+            "problems": problems,
+            "exit_code": code,
+            "questions": questions,
+            "right": right,
+            "max_abs_dlogp": worst,
+            "report": trajectory.report.model_dump(mode="json"),
+            "trajectory": str(folder / "trajectory.arrow"),
+        }
+        print(json.dumps(result))
+    return 1 if problems else 0
 
 
-async def _rollout(model: Path, questions: int, seed: int) -> tuple[int, str, Trajectory]:
+async def _rollout(
+    model: Path, codec: SentinelCodec, instance: registry.Instance, seed: int
+) -> tuple[int, str, Trajectory]:
     """Serve the model, run the agent in a session, and take its trajectory: all over HTTP, as anybody would."""
-    from towline.engines.embedded import EmbeddedEngine
-
-    codec = load_codec(model, renderer="sentinel")
+    try:
+        from towline.engines.embedded import EmbeddedEngine
+    except ImportError as error:
+        raise ConfigError("the demo needs torch: pip install 'towline[torch]'") from error
     engine = EmbeddedEngine(model, decode=codec.tokenizer.decode, seed=seed, threads=1)
-    key = os.urandom(_CONTROL_KEY_BYTES).hex()
-    defaults = SessionSettings(sampling=SamplingSettings(max_tokens=64))
-    with tempfile.TemporaryDirectory(prefix="towline-demo-") as data:
-        settings = GatewaySettings(port=0, control_port=0, data=Path(data))
+    key = secrets.token_urlsafe(32)
+    defaults = SessionSettings(sampling=SamplingSettings(max_tokens=LONGEST_TURN))
+    with tempfile.TemporaryDirectory(prefix="towline-demo-") as scratch:
+        given = Path(scratch) / "registry.json"
+        given.write_text(instance.to_json(), encoding="utf-8")
+        settings = GatewaySettings(port=0, control_port=0, data=Path(scratch) / "data")
         async with (
             serving(Gateway(engine, codec, settings, defaults=defaults, model="tiny"), key) as running,
-            aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as control,
+            aiohttp.ClientSession(running.control_url, headers={"authorization": f"Bearer {key}"}) as control,
         ):
-            sessions = f"{running.control_url}/v1/sessions"
-            session = await _json(control.post(sessions, json={"id": "demo"}))
-            code, said = await _agent(session, questions, seed)
-            await _json(control.delete(f"{sessions}/demo"))
-            async with control.get(f"{sessions}/demo/trajectory") as response:
-                trajectory = Trajectory.from_json(await response.read())
-    return code, said, trajectory
+            session = json.loads(await _call(control, "POST", "/v1/sessions"))
+            path = f"/v1/sessions/{session['id']}"
+            code, said = await _agent(["--registry", str(given)], session)
+            await _call(control, "DELETE", path)
+            return code, said, Trajectory.from_json(await _call(control, "GET", f"{path}/trajectory"))
 
 
-async def _agent(session: dict[str, Any], questions: int, seed: int) -> tuple[int, str]:
-    """The agent as a process of its own: its exit code, and what it printed."""
-    told = {
-        "OPENAI_BASE_URL": session["base_urls"]["openai"],
-        "OPENAI_API_KEY": session["key"],
-        "MODEL": "tiny",
-        "NO_PROXY": "127.0.0.1",
-    }
+async def _call(control: aiohttp.ClientSession, method: str, path: str) -> bytes:
+    async with control.request(method, path) as response:
+        body = await response.read()
+        if response.status >= 400:
+            raise EngineError(f"{method} {path} was refused with {response.status}: {body.decode('utf-8', 'replace')}")
+        return body
+
+
+async def _agent(arguments: Sequence[str], session: dict[str, Any]) -> tuple[int, str]:
+    """The agent as a process of its own, told only where its model is: its exit code, and what it printed."""
+    told = {"OPENAI_BASE_URL": session["base_urls"]["openai"], "OPENAI_API_KEY": session["key"], "MODEL": "tiny"}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         str(AGENT),
-        f"--questions={questions}",
-        f"--seed={seed}",
+        *arguments,
         env={**os.environ, **told},
+        stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    output, _ = await process.communicate()
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), AGENT_SECONDS)
+    except TimeoutError as error:
+        raise EngineError(f"the agent did not end within {AGENT_SECONDS:g} seconds") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     return process.returncode or 0, output.decode("utf-8", "replace")
-
-
-async def _json(call: Any) -> dict[str, Any]:
-    async with call as response:
-        answer: dict[str, Any] = await response.json()
-        if response.status >= 400:
-            raise ConfigError(f"the gateway refused: {answer}")
-        return answer
 
 
 def recompute(model: Path, trajectory: Trajectory) -> float:
@@ -139,18 +164,74 @@ def recompute(model: Path, trajectory: Trajectory) -> float:
         with torch.no_grad():
             logits = decoder(ids[None])[0, :-1] / (trace.temperature or 1.0)
             logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
-        trained = np.asarray(trace.loss_mask[1:], bool)
-        worst = max(worst, float(np.abs(logprobs - trace.logprobs[1:])[trained].max(initial=0.0)))
+        sampled = np.asarray(trace.turn_ids[1:] >= 0)
+        worst = max(worst, float(np.abs(logprobs - trace.logprobs[1:])[sampled].max(initial=0.0)))
     return worst
+
+
+def _problems(code: int, worst: float, trajectory: Trajectory) -> list[str]:
+    """What is not as it should be."""
+    report = trajectory.report
+    checks = {
+        f"the agent ended with exit code {code}": code == 0,
+        f"the trajectory has an error: {trajectory.error}": trajectory.error is None,
+        "no token was recorded to train on": report.trained_tokens > 0,
+        f"one conversation gave {report.chains} chains": report.chains == 1,
+        f"a recorded logprob is {worst:.1e} off": worst < BOUND,
+    }
+    return [problem for problem, fine in checks.items() if not fine]
+
+
+def _write(folder: Path, model: Path, trajectory: Trajectory) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    trajectory.write(folder / "trajectory.arrow")
+    trajectory.write(folder / "trajectory.json")
+    # What `towline trace` decodes tokens with.
+    (folder / "model.json").write_text(json.dumps({"folder": str(model.resolve()), "name": "tiny"}), encoding="utf-8")
+
+
+def _conclude(
+    console: Console,
+    folder: Path,
+    trajectory: Trajectory,
+    worst: float,
+    right: int,
+    questions: int,
+    problems: Sequence[str],
+) -> None:
+    """What it comes to, and what to do next."""
+    lines = [
+        Text(f"max |Δlogp| {worst:.1e}", "bold green" if worst < BOUND else "bold red").append(
+            f" (bound {BOUND:g}): one forward pass over the rows gives back the logprobs of all "
+            f"{trajectory.report.trained_tokens:,} sampled tokens.",
+            "not bold default",
+        ),
+        Text(
+            f"{right} of {questions} questions right. This model has learned the format only: "
+            f"about {registry.CHANCE:.0%} is what chance gives."
+        ),
+        *(Text(f"Off: {problem}", "bold red") for problem in problems),
+        Text(f"Written to {folder}. Next:"),
+        Text(f"  towline trace {folder / 'trajectory.arrow'}", "bold").append("   look at it again", "not bold"),
+        Text("  towline audit fidelity", "bold").append("   the whole proof, over real tokenizers", "not bold"),
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[tiny.Progress]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("making the tiny model (once)", total=None)
+        task = bar.add_task("the tiny model", total=None)
 
         def report(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"making the tiny model (once) {what}")
+            bar.update(task, completed=done, total=total, description=f"making the tiny model, once: {what}")
 
         yield report

@@ -48,13 +48,23 @@ STATUS: dict[ErrorKind, int] = {
 class ApiError(TowlineError):
     """A call that cannot be answered, with the reason for the client."""
 
-    def __init__(self, kind: ErrorKind, message: str, *, param: str | None = None, retry_after: float | None = None):
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        capability: str = "",
+    ):
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.param = param
         """The field at fault, in the client's own path notation (`messages[3].content`)."""
         self.retry_after = retry_after
+        self.capability = capability
+        """What the model cannot do, in one word, if that is what is wrong and clients have a word for it."""
 
 
 class BadRequest(ApiError):

@@ -17,10 +17,29 @@ def calls_of(dialect: str, messages: Sequence[Message], tools: Sequence[Tool]) -
     return globals()[dialect](messages, tools)
 
 
+def _pieces(message: Message) -> list[tuple[str, str]]:
+    """Text and the URLs of images, in order: (text, "") or ("", URL)."""
+    pieces, place = [], 0
+    for item in message.media:
+        pieces += [(message.text[place : item.offset], ""), ("", item.url)]
+        place = item.offset
+    pieces.append((message.text[place:], ""))
+    return [piece for piece in pieces if any(piece)] or [("", "")]
+
+
+def _data(url: str) -> str:
+    return url.partition(",")[2]
+
+
 def chat(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
     told: list[Body] = []
     for message in messages:
         item: Body = {"role": message.role, "content": message.text}
+        if message.media:
+            item["content"] = [
+                {"type": "image_url", "image_url": {"url": url}} if url else {"type": "text", "text": text}
+                for text, url in _pieces(message)
+            ]
         if message.role == "tool":
             item["tool_call_id"] = message.tool_call_id
         if message.reasoning:
@@ -39,18 +58,25 @@ def responses(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
     body: Body = {"model": "m", "input": told}
     for place, message in enumerate(messages):
         if message.role == "tool":
-            told.append({"type": "function_call_output", "call_id": message.tool_call_id, "output": message.text})
+            output = _input(message) if message.media else message.text
+            told.append({"type": "function_call_output", "call_id": message.tool_call_id, "output": output})
         elif message.role == "system" and place == 0:
             body["instructions"] = message.text
         elif message.role == "assistant":
             told += _items(message, place)
         else:
-            content = [{"type": "input_text", "text": message.text}]
-            told.append({"type": "message", "role": "user", "content": content})
+            told.append({"type": "message", "role": "user", "content": _input(message)})
     body["tools"] = [
         {"type": "function", "name": t.name, "description": t.description, "parameters": t.parameters} for t in tools
     ]
     return Call("generate", body)
+
+
+def _input(message: Message) -> list[Body]:
+    return [
+        {"type": "input_image", "image_url": url} if url else {"type": "input_text", "text": text}
+        for text, url in _pieces(message)
+    ]
 
 
 def _items(message: Message, place: int) -> list[Body]:
@@ -85,15 +111,22 @@ def messages(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
             ]
             told.append({"role": "assistant", "content": content or [{"type": "text", "text": ""}]})
             continue
-        block: Body = {"type": "text", "text": message.text}
+        blocks = [_block(text, url) for text, url in _pieces(message)]
         if message.role == "tool":
-            block = {"type": "tool_result", "tool_use_id": message.tool_call_id, "content": message.text}
+            inner: Any = blocks if message.media else message.text
+            blocks = [{"type": "tool_result", "tool_use_id": message.tool_call_id, "content": inner}]
         if told and told[-1]["role"] == "user":
-            told[-1]["content"].append(block)
+            told[-1]["content"] += blocks
         else:
-            told.append({"role": "user", "content": [block]})
+            told.append({"role": "user", "content": blocks})
     body["tools"] = [{"name": t.name, "description": t.description, "input_schema": t.parameters} for t in tools]
     return Call("generate", body)
+
+
+def _block(text: str, url: str) -> Body:
+    if not url:
+        return {"type": "text", "text": text}
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": _data(url)}}
 
 
 def google(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
@@ -112,15 +145,21 @@ def google(messages: Sequence[Message], tools: Sequence[Tool]) -> Call:
             parts += [{"functionCall": {"id": c.id, "name": c.name, "args": c.arguments}} for c in message.tool_calls]
             told.append({"role": "model", "parts": parts})
             continue
-        part: Body = {"text": message.text}
+        said = [_part(text, url) for text, url in _pieces(message)]
         if message.role == "tool":
-            response = {"id": message.tool_call_id, "name": message.name, "response": {"output": message.text}}
-            part = {"functionResponse": response}
+            response: Body = {"id": message.tool_call_id, "name": message.name, "response": {"output": message.text}}
+            if message.media:
+                response["parts"] = [_part("", item.url) for item in message.media]
+            said = [{"functionResponse": response}]
         if told and told[-1]["role"] == "user":
-            told[-1]["parts"].append(part)
+            told[-1]["parts"] += said
         else:
-            told.append({"role": "user", "parts": [part]})
+            told.append({"role": "user", "parts": said})
     declared = [{"name": t.name, "description": t.description, "parametersJsonSchema": t.parameters} for t in tools]
     if declared:
         body["tools"] = [{"functionDeclarations": declared}]
     return Call("generate", body, path={"model": "m"})
+
+
+def _part(text: str, url: str) -> Body:
+    return {"inlineData": {"mimeType": "image/png", "data": _data(url)}} if url else {"text": text}

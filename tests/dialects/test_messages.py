@@ -394,7 +394,7 @@ def test_deferred_tools_are_shown_where_messages_refer_to_them() -> None:
     assert second.tools == first.tools
     expected = f'Found:<functions>\n{FETCH_LINE}<function>{{"name":"unknown"}}</function>\n</functions>!'
     assert second.messages[2] == Message("tool", expected, tool_call_id="c1")
-    assert second.wire == {"deferred": (Tool("fetch", "Fetches.", SCHEMA),)}
+    assert second.shown == (Tool("fetch", "Fetches.", SCHEMA),)
     assert fingerprint.root_key(second.tools, {}) == fingerprint.root_key(first.tools, {})
 
     # The text stands for as long as the definitions do, and no longer.

@@ -279,7 +279,6 @@ def test_all_parameters() -> None:
             "user": "u",
             "sealed": True,
             "logprobs": True,
-            "found": (),
         },
     )
     assert read(reasoning={"effort": "none"})[0].template_args == {"enable_thinking": False}

@@ -91,7 +91,9 @@ def test_the_docs_say_what_becomes_of_every_item_and_part() -> None:
             with pytest.raises(BadRequest):
                 read(input=[USER, {"type": kind, "id": "x"}])
             continue
-        request, _ = read(input=[USER, examples.get(kind, {"type": kind, "id": "x"})])
+        body = {"input": [USER, examples.get(kind, {"type": kind, "id": "msg_0ax0"})]}
+        said = {"type": "message", "role": "assistant", "content": "of the answer 0a"}
+        request, _ = read(**DIALECT.with_references(body, {"0a": [said]}.get))
         seen = len(request.messages) == 2 or len(request.tools) == 1
         assert (seen, request.ignored) == ((True, ()) if verdict == "used" else (False, (f"input[1]:{kind}",)))
 

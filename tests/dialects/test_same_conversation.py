@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ import telling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towline.conversation import Finish, Message, Reply, Tool, ToolCall
+from towline.conversation import Finish, Media, Message, Reply, Role, Tool, ToolCall
 from towline.dialects.base import Dialect, Known
 from towline.dialects.registry import all_dialects
 from towline.tokens import fingerprint
@@ -42,11 +44,30 @@ def codec(assets: Path) -> Codec:
 
 
 @st.composite
+def pictures(draw: st.DrawFn, text: str, *, behind: bool = False) -> tuple[Media, ...]:
+    """None, one or two images in the text, or behind it."""
+    seen = draw(st.lists(st.binary(min_size=1, max_size=6), max_size=2, unique=True))
+    places = sorted(draw(st.integers(0, len(text))) for _ in seen)
+    return tuple(
+        Media("image", sha256(data).hexdigest(), f"data:image/png;base64,{b64encode(data).decode()}", place)
+        for data, place in zip(seen, [len(text)] * len(seen) if behind else places, strict=True)
+    )
+
+
+@st.composite
+def said(draw: st.DrawFn, role: Role, **fields: str) -> Message:
+    """What a user or a tool says, with images in it."""
+    text = draw(TEXT)
+    return Message(role, text, media=draw(pictures(text, behind=role == "tool")), **fields)
+
+
+@st.composite
 def conversations(draw: st.DrawFn) -> list[Message]:
-    """Questions, replies with and without calls, results out of order; it ends on a question or on results."""
+    """Questions and results with images, replies with and without calls, results out of order; it ends on a question or on
+    results."""
     messages = [Message("system", draw(TEXT))] if draw(st.booleans()) else []
     for turn in range(draw(st.integers(1, 4))):
-        messages.append(Message("user", draw(TEXT)))
+        messages.append(draw(said("user")))
         for step in range(draw(st.integers(0, 2))):
             count = draw(st.integers(1, 3))
             calls = tuple(
@@ -55,7 +76,7 @@ def conversations(draw: st.DrawFn) -> list[Message]:
             )
             reasoning = draw(st.none() | TEXT)
             messages.append(Message("assistant", draw(st.just("") | TEXT), reasoning, calls))
-            results = [Message("tool", draw(TEXT), tool_call_id=call.id, name=call.name) for call in calls]
+            results = [draw(said("tool", tool_call_id=call.id, name=call.name)) for call in calls]
             messages += draw(st.permutations(results))
         messages.append(Message("assistant", draw(TEXT), draw(st.none() | TEXT)))
     return messages[:-1]
@@ -99,6 +120,10 @@ def rows_of(dialect: Dialect, codec: Codec, conversation: list[Message]) -> list
         )  # fmt: skip
         graph.add(node)
         prompts.append(graph.open_prompt(node).tolist())
+        assert ("image_not_shown" in plan.flags) == any(message.media for message in plan.new)
+        assert codec.tokenizer.decode(plan.suffix).count("[image]") == sum(
+            len(message.media) + message.text.count("[image]") for message in plan.new
+        )
         if place == len(conversation):
             break
         said = conversation[place]

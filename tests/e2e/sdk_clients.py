@@ -1,7 +1,8 @@
 """The official Python SDKs, each told to hold the same conversation of an agent with tools.
 
 A client has `ask(question, calls)`: one model call, with a user's question or the results of the calls before, and what
-the SDK parsed of the answer. Results are sent in reverse order, and every question comes with a picture.
+the SDK parsed of the answer. Results are sent in reverse order, and every question comes with a picture. `wrong` sends a
+request that no provider takes, `missing` asks for what is not there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import anthropic
 import openai
 from google import genai
-from google.genai import types
+from google.genai import errors, types
 
 SYSTEM = "You are a careful agent."
 QUESTIONS = ("List the files, please.", "Once more, please.")
@@ -35,6 +36,25 @@ class Turn:
 Ask = Callable[[str | None, list[dict[str, Any]]], Turn]
 
 
+@dataclass
+class Client:
+    """One SDK with one conversation."""
+
+    ask: Ask
+    wrong: Callable[[], Any]
+    missing: Callable[[], Any]
+
+
+def failure(act: Callable[[], Any]) -> dict[str, Any]:
+    """What an SDK raises: its class, the status that it took from the answer, and what it says."""
+    try:
+        act()
+    except (openai.APIError, anthropic.APIError, errors.APIError) as error:
+        status = error.code if isinstance(error, errors.APIError) else getattr(error, "status_code", None)
+        return {"name": type(error).__name__, "status": status, "message": str(error)}
+    return {"name": "nothing", "status": 200, "message": ""}
+
+
 def converse(ask: Ask) -> list[Turn]:
     turns: list[Turn] = []
     for question in QUESTIONS:
@@ -48,7 +68,7 @@ def output(call: dict[str, Any]) -> str:
     return f"output of {call['arguments']['command']}"
 
 
-def chat(root: str, key: str, model: str, stream: bool) -> Ask:
+def chat(root: str, key: str, model: str, stream: bool) -> Client:
     client = openai.OpenAI(base_url=f"{root}/v1", api_key=key)
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     tool = {"name": "bash", "description": "Runs a command.", "parameters": PARAMETERS}
@@ -75,10 +95,14 @@ def chat(root: str, key: str, model: str, stream: bool) -> Ask:
         ]
         return Turn(message.content or "", getattr(message, "reasoning_content", None), calls)
 
-    return ask
+    def wrong() -> Any:
+        odd: Any = [{"role": "nobody", "content": "x"}]
+        return client.chat.completions.create(model=model, messages=odd, stream=stream)
+
+    return Client(ask, wrong, lambda: client.chat.completions.retrieve("nothing"))
 
 
-def responses(root: str, key: str, model: str, stream: bool, *, by_id: bool = False) -> Ask:
+def responses(root: str, key: str, model: str, stream: bool, *, by_id: bool = False) -> Client:
     """With `by_id` only what is new is sent, behind the id of the answer before."""
     client = openai.OpenAI(base_url=f"{root}/v1", api_key=key)
     history: list[Any] = []
@@ -116,10 +140,14 @@ def responses(root: str, key: str, model: str, stream: bool, *, by_id: bool = Fa
         ]
         return Turn(response.output_text, "".join(thoughts) or None, made)
 
-    return ask
+    def wrong() -> Any:
+        odd: Any = [{"role": "nobody", "content": "x"}]
+        return client.responses.create(model=model, input=odd, stream=stream)
+
+    return Client(ask, wrong, lambda: client.responses.retrieve("resp_0a"))
 
 
-def messages(root: str, key: str, model: str, stream: bool) -> Ask:
+def messages(root: str, key: str, model: str, stream: bool) -> Client:
     client = anthropic.Anthropic(base_url=root, api_key=key)
     history: list[Any] = []
     tools: Any = [{"name": "bash", "description": "Runs a command.", "input_schema": PARAMETERS}]
@@ -150,10 +178,14 @@ def messages(root: str, key: str, model: str, stream: bool) -> Ask:
         ]
         return Turn(text, "".join(thoughts) or None, made)
 
-    return ask
+    def wrong() -> Any:
+        odd: Any = [{"role": "nobody", "content": "x"}]
+        return client.messages.create(model=model, messages=odd, max_tokens=5, stream=stream)
+
+    return Client(ask, wrong, lambda: client.messages.batches.retrieve("nothing"))
 
 
-def google(root: str, key: str, model: str, stream: bool) -> Ask:
+def google(root: str, key: str, model: str, stream: bool) -> Client:
     client = genai.Client(api_key=key, http_options=types.HttpOptions(base_url=root))
     contents: list[Any] = []
     declaration = types.FunctionDeclaration(
@@ -192,4 +224,10 @@ def google(root: str, key: str, model: str, stream: bool) -> Ask:
         ]
         return Turn(text, thoughts or None, made)
 
-    return ask
+    def wrong() -> Any:
+        odd: Any = [types.Content(role="nobody", parts=[types.Part(text="x")])]
+        if stream:
+            return list(client.models.generate_content_stream(model=model, contents=odd))
+        return client.models.generate_content(model=model, contents=odd)
+
+    return Client(ask, wrong, lambda: client.files.get(name="nothing"))

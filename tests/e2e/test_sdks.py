@@ -1,5 +1,5 @@
-"""The official SDKs, Python and TypeScript, in all four dialects: what they parse is what was sampled, and what they
-send back continues the chain."""
+"""The official SDKs, Python and TypeScript, in all four dialects: what they parse is what was sampled, what they send back
+continues the chain, and what goes wrong is the error of their own that it is."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ from towline.schema import Trajectory
 from towline.tokens.codec import Codec
 from towline.tokens.loading import load_codec
 
+TOO_LONG = {
+    "chat": "maximum context length is 1024 tokens",
+    "responses": "maximum context length is 1024 tokens",
+    "messages": "prompt is too long",
+    "google": "exceeds the maximum number of tokens allowed",
+}
+"""What agents recognise, and compact their history on."""
+SHORT = {"settings": {"limits": {"context": 1024}}}
 NODE = Path(__file__).parent / "node"
 DIALECTS = ("chat", "responses", "messages", "google")
 MODELS = {"chat": "gpt-9", "responses": "gpt-9-codex", "messages": "claude-opus-9", "google": "gemini-9-pro"}
@@ -56,10 +64,23 @@ def check(turns: Sequence[dict[str, Any]], trajectory: Trajectory, dialect: str)
         assert turn.dialect == dialect
         assert turn.model == MODELS[dialect]
         assert turn.delivered
+        # Every question comes with a picture, which the model is told of and cannot see.
+        assert ("image_not_shown" in turn.flags) == (turn.index in (0, 3))
     assert trajectory.report.chains == 1
     assert trajectory.report.forks == {}
     trained = sum(len(turn.sampled) for turn in trajectory.turns)
     assert trajectory.report.trained_tokens == trained
+
+
+def check_failures(found: dict[str, dict[str, Any]], dialect: str, stream: bool) -> None:
+    """The status and, for what clients act on, the wording; the classes are those of the SDK itself."""
+    statuses = {kind: error["status"] for kind, error in found.items()}
+    # OpenAI's clients are told of it inside the stream, where there is no status any more.
+    too_long = None if dialect == "responses" and stream else 400
+    assert statuses == {"unauthorised": 401, "too_long": too_long, "wrong": 400, "missing": 404}, found
+    assert all(error["name"].endswith("Error") for error in found.values()), found
+    assert TOO_LONG[dialect] in found["too_long"]["message"]
+    assert "nobody" in found["wrong"]["message"]
 
 
 async def opened(rig: Rig) -> tuple[str, str, Any]:
@@ -72,17 +93,36 @@ async def opened(rig: Rig) -> tuple[str, str, Any]:
 async def test_python_sdk(dialect: str, stream: bool, codec: Codec, tmp_path: Path) -> None:
     async with running_gateway(codec, tmp_path, agent) as rig:
         root, key, session = await opened(rig)
-        ask = getattr(sdk_clients, dialect)(root, key, MODELS[dialect], stream)
-        turns = await asyncio.to_thread(sdk_clients.converse, ask)
+        client = getattr(sdk_clients, dialect)(root, key, MODELS[dialect], stream)
+        turns = await asyncio.to_thread(sdk_clients.converse, client.ask)
         check([asdict(turn) for turn in turns], await rig.seal(session), dialect)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_python_sdk_raises_its_own_errors(dialect: str, stream: bool, codec: Codec, tmp_path: Path) -> None:
+    async with running_gateway(codec, tmp_path, agent) as rig:
+        short = await rig.open(**SHORT)
+        client, stranger = (
+            getattr(sdk_clients, dialect)(short.root, key, MODELS[dialect], stream) for key in (short.key, "nobody's")
+        )
+        acts = {
+            "unauthorised": lambda: stranger.ask("Hi.", []),
+            "too_long": lambda: client.ask("word " * 3000, []),
+            "wrong": client.wrong,
+            "missing": client.missing,
+        }
+        found = {kind: await asyncio.to_thread(sdk_clients.failure, act) for kind, act in acts.items()}
+        check_failures(found, dialect, stream)
+        assert (await rig.seal(short)).turns == []
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_going_on_from_an_answers_id(stream: bool, codec: Codec, tmp_path: Path) -> None:
     async with running_gateway(codec, tmp_path, agent) as rig:
         root, key, session = await opened(rig)
-        ask = sdk_clients.responses(root, key, MODELS["responses"], stream, by_id=True)
-        turns = await asyncio.to_thread(sdk_clients.converse, ask)
+        client = sdk_clients.responses(root, key, MODELS["responses"], stream, by_id=True)
+        turns = await asyncio.to_thread(sdk_clients.converse, client.ask)
         check([asdict(turn) for turn in turns], await rig.seal(session), "responses")
 
 
@@ -92,7 +132,9 @@ async def test_typescript_sdk(dialect: str, stream: bool, codec: Codec, tmp_path
     assert (NODE / "node_modules").is_dir(), "the TypeScript SDKs are not installed; run: make node"
     async with running_gateway(codec, tmp_path, agent) as rig:
         root, key, session = await opened(rig)
-        told = {"SDK": dialect, "BASE_URL": root, "KEY": key, "MODEL": MODELS[dialect], "STREAM": str(int(stream))}
+        short = await rig.open(**SHORT)
+        told = {"SDK": dialect, "BASE_URL": root, "KEY": key, "SHORT_KEY": short.key}
+        told |= {"MODEL": MODELS[dialect], "STREAM": str(int(stream))}
         node = Path(sys.executable).with_name("node")
         process = await asyncio.create_subprocess_exec(
             node, "loop.mjs", cwd=NODE, env={**os.environ, **told}, stdout=-1, stderr=-1
@@ -100,7 +142,7 @@ async def test_typescript_sdk(dialect: str, stream: bool, codec: Codec, tmp_path
         out, errors = await asyncio.wait_for(process.communicate(), 120)
         assert process.returncode == 0, errors.decode()
         result = json.loads(out)
-        assert result["failure"]["status"] == 400
+        check_failures(result["failures"], dialect, stream)
         check(result["turns"], await rig.seal(session), dialect)
 
 
@@ -109,8 +151,8 @@ async def test_four_dialects_give_the_same_rows(codec: Codec, tmp_path: Path) ->
         rows = []
         for dialect in DIALECTS:
             root, key, session = await opened(rig)
-            ask = getattr(sdk_clients, dialect)(root, key, MODELS[dialect], False)
-            await asyncio.to_thread(sdk_clients.converse, ask)
+            client = getattr(sdk_clients, dialect)(root, key, MODELS[dialect], False)
+            await asyncio.to_thread(sdk_clients.converse, client.ask)
             (trace,) = (await rig.seal(session)).traces
             rows.append((trace.token_ids.tolist(), trace.loss_mask.tolist(), trace.logprobs.tolist()))
         assert all(row == rows[0] for row in rows)

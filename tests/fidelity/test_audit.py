@@ -17,9 +17,12 @@ from rich.console import Console
 from towline.arrays import Ids
 from towline.audit import AuditOptions, AuditReport, judge, render, run
 from towline.audit.behaviours import behaviours
+from towline.audit.casting import cast
 from towline.audit.evidence import README, read_calls, read_rows
 from towline.audit.measure import Figures, Measured
 from towline.audit.play import Expected
+from towline.audit.targets import find
+from towline.audit.tongues import DIALECTS
 from towline.engines.embedded import load
 from towline.engines.embedded.cache import RadixCache
 from towline.errors import ConfigError
@@ -37,6 +40,7 @@ TARGETS = (
     "qwen3+deepseekv3",
 )
 BOUND = 1e-4
+MORE = 14
 FORKS = {
     *("reasoning_dropped", "template_rewrite", "history_edited", "compaction", "tools_changed", "system_changed"),
     *("side", "sibling", "vanished_message", "stop_mismatch", "prefill"),
@@ -49,9 +53,9 @@ def audit(out: Path, **options: Any) -> AuditReport:
 
 @pytest.fixture(scope="module")
 def audited(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[AuditReport, Path]:
-    """Every behaviour once and a few again, on two real tokenizers and some templates."""
+    """Every behaviour once and a few again, on two real tokenizers and some templates, in all four dialects."""
     out = tmp_path_factory.mktemp("audit")
-    return audit(out, conversations=len(behaviours()) + 14, targets=TARGETS), out
+    return audit(out, conversations=len(behaviours()) + MORE, targets=TARGETS), out
 
 
 def test_exact_is_exact_for_everything_that_harnesses_do(audited: tuple[AuditReport, Path]) -> None:
@@ -60,7 +64,7 @@ def test_exact_is_exact_for_everything_that_harnesses_do(audited: tuple[AuditRep
     assert report.ok
     result = json.loads(json.dumps(report.as_json()))
     assert result == json.loads((out / "report.json").read_text())
-    assert result["conversations"] == len(behaviours()) + 14
+    assert result["conversations"] == len(behaviours()) + MORE
     assert set(result["by_behaviour"]) == set(behaviours())
     assert set(result["targets"]) == set(TARGETS)
 
@@ -81,6 +85,48 @@ def test_exact_is_exact_for_everything_that_harnesses_do(audited: tuple[AuditRep
     assert exact["row_over_distinct_tokens"] < per_turn["row_over_distinct_tokens"]
 
 
+def test_every_dialect_is_as_exact(audited: tuple[AuditReport, Path]) -> None:
+    """Each with its share of the conversations, the same findings, and the control that shows that they can fail."""
+    report, out = audited
+    result = report.as_json()["by_dialect"]
+    assert list(result) == list(DIALECTS)
+    assert sum(part["conversations"] for part in result.values()) == report.conversations
+    for name, part in result.items():
+        exact, merged = part["builders"]["exact"], part["builders"]["merged"]
+        assert part["conversations"] == sum(part["told"].values()) >= report.conversations / 6, name
+        assert part["violations"] == [], name
+        assert exact["drifted_tokens"] == 0, name
+        assert exact["max_abs_dlogp"] < BOUND, name
+        assert exact["trained_tokens"] > 1_500, name
+        assert merged["drifted_tokens"] > exact["trained_tokens"] / 4, name
+        assert merged["max_abs_dlogp"] > BOUND, name
+    rows = read_rows(out, BuilderName.EXACT)
+    assert {row.dialect for row in rows} == set(DIALECTS)
+    assert {row.trace.rollout_id.split(".")[1] for row in rows} == set(DIALECTS)
+
+
+def test_every_behaviour_is_told_in_every_dialect_that_it_can_be_told_in(assets: Path) -> None:
+    """In an audit of the usual length; some are of one dialect by their nature, and say so."""
+    targets = find(TARGETS)
+    able = {name: one for name, one in behaviours().items() if any(one.needs <= target.can for target in targets)}
+    parts = cast(able, targets, AuditOptions(Path()).conversations, DIALECTS)
+    told = {(part.behaviour.name, part.dialect) for part in parts}
+    assert told == {(name, dialect) for name, one in able.items() for dialect in one.dialects}
+    assert {name: one.dialects for name, one in behaviours().items() if one.dialects != DIALECTS} == {
+        "content_flips": ("chat", "responses", "messages"),
+        "fields_differ": ("chat", "responses", "messages"),
+        "answer_named": ("responses",),
+        "items_named": ("responses",),
+        "results_apart": ("messages", "google"),
+        "call_ids_dropped": ("google",),
+        "responses_repeated": ("google",),
+        "names_in_snake_case": ("google",),
+        "several_samples": ("chat", "google"),
+    }
+    # Reasoning comes in the open in some and sealed in others.
+    assert {part.open_reasoning for part in parts} == {True, False}
+
+
 def test_chains_are_those_of_the_table(audited: tuple[AuditReport, Path]) -> None:
     """Some rows of the table once more by hand, so that a change of what a behaviour expects is noticed."""
     found = {name: figures["builders"] for name, figures in audited[0].as_json()["by_behaviour"].items()}
@@ -97,6 +143,8 @@ def test_chains_are_those_of_the_table(audited: tuple[AuditReport, Path]) -> Non
         "system_changed": (2, {"system_changed": 1}),
         "subagent": (2, {"system_changed": 1}),
         "side_call": (2, {"side": 1}),
+        "answer_named": (1, {}),
+        "items_named": (1, {}),
         "retry": (1, {}),
         "connection_lost": (1, {}),
         "sibling": (2, {"sibling": 1}),
@@ -141,7 +189,7 @@ def test_anybody_can_compute_the_logprobs_again(
     scope: dict[str, Any] = {}
     exec(README.split("```python\n")[1].split("```")[0], scope)
     rows = scope["rows"]("exact")
-    assert {"conversation", "behaviour", "target", "builder", "token_ids", "loss_mask"} <= set(rows[0])
+    assert {"conversation", "behaviour", "target", "dialect", "builder", "token_ids", "loss_mask"} <= set(rows[0])
     torn = [row for row in rows if len({*row["policy_versions"]} - {-1}) > 1]
     assert {row["behaviour"] for row in torn} == {"weights_updated", "weights_updated_in_flight"}
     for row in [*torn, *sorted(rows, key=lambda row: len(row["token_ids"]))[:12]]:
@@ -210,7 +258,7 @@ def test_every_difference_from_the_specification_is_a_line() -> None:
         torn=True,
         plain="always",
     )
-    played = judge.Played("c", "b", "t", "process", expected, unclosed=1)
+    played = judge.Played("c", "b", "t", "chat", "process", expected, unclosed=1)
     played.found = {name: judge.Found(chains=1, versions=1) for name in BuilderName}
     wrong = Figures(drifted_tokens=3, max_abs_dlogp=0.5)
     measured = {
@@ -264,6 +312,8 @@ def test_a_tokenizer_and_a_template_of_ones_own(assets: Path, tmp_path: Path) ->
         ({"targets": ["qwen9"]}, "no audit target 'qwen9'"),
         ({"targets": []}, "no target"),
         ({"targets": ["llama3_2"], "behaviours": ["juggling"]}, "no behaviour 'juggling'"),
+        ({"targets": ["llama3_2"], "dialects": ["latin"]}, "no dialect 'latin'"),
+        ({"targets": ["llama3_2"], "behaviours": ["items_named"], "dialects": ["chat"]}, "no target is able"),
         ({"targets": ["llama3_2"], "behaviours": ["special_text_plain"]}, "no target is able"),
     ],
 )
@@ -275,9 +325,11 @@ def test_what_cannot_be_audited_is_said(assets: Path, tmp_path: Path, options: d
 def test_the_report_for_people(audited: tuple[AuditReport, Path]) -> None:
     report, _ = audited
     shown = _shown(report)
-    assert all(name in shown for name in [*behaviours(), *BuilderName])
+    assert all(name in shown for name in [*behaviours(), *BuilderName, *DIALECTS])
     assert "every token is where it was sampled" in shown
-    broken = AuditReport(report.conversations, report.builders, dict(report.by_behaviour), report.targets)
+    broken = AuditReport(
+        report.conversations, report.builders, dict(report.by_behaviour), report.by_dialect, report.targets
+    )
     one = report.by_behaviour["verbatim"]
     broken.by_behaviour["verbatim"] = type(one)(
         one.conversations, one.builders, ["verbatim.x: [red]\x1b[2J wrong"] * 25

@@ -248,7 +248,8 @@ async def test_an_abort_is_gone_through_with_the_connection_open(start: Start, c
             assert (await rig.call("GET", f"/v1/sessions/{session.id}"))[1]["in_flight"] == 2
             await rig.call("POST", "/v1/policy/resume", {"version": 5})
         answer = await whole.answer()
-        assert answer["choices"][0]["message"]["content"] == "a long answer that takes its time"
+        message = message_of(answer)
+        assert (message["content"], message["reasoning_content"]) == ("a long answer that takes its time", "to one")
         await streamed.until(b"[DONE]")
         trajectory = await rig.seal(session)
         for wire in (whole, streamed):

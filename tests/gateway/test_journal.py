@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from towline.errors import ConfigError
-from towline.gateway import journal as module
 from towline.gateway.journal import (
     Disk,
     Journal,
@@ -35,8 +35,12 @@ from towline.gateway.journal import (
     SyncMode,
     decode,
     encode,
+    log,
     replay,
 )
+from towline.gateway.journal.segments import FRAME_HEADER, SegmentReader, SegmentWriter
+
+SEAL_BYTES = 8
 
 
 def turn(number: int, size: int = 5) -> bytes:
@@ -268,7 +272,7 @@ async def test_other_modes_do_not_wait_for_the_disk(tmp_path: Path) -> None:
 
 
 async def test_memory_is_bounded_by_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PENDING_BYTES", 1_000)
+    monkeypatch.setattr(log, "_PENDING_BYTES", 1_000)
     writing, gate = threading.Event(), threading.Event()
 
     def slow_write(file: int, data: memoryview) -> int:
@@ -344,11 +348,10 @@ CHILD = """
 import asyncio, os, sys
 from pathlib import Path
 import numpy as np
-from towline.gateway import journal as module
-from towline.gateway.journal import Journal, SyncMode, encode
+from towline.gateway.journal import Journal, SyncMode, encode, segments
 
 async def main():
-    module._BUFFER_BYTES = int(sys.argv[3])
+    segments._BUFFER_BYTES = int(sys.argv[3])
     journal = Journal.open(Path(sys.argv[1]), mode=SyncMode(sys.argv[2]), segment_bytes=4000)
     following = iter(range(10**9))
 
@@ -542,7 +545,7 @@ async def test_missing_pieces_are_noticed(tmp_path: Path) -> None:
 
     def cut_at_a_record(folder: Path) -> None:
         path = folder / names[1]
-        path.write_bytes(path.read_bytes()[: -module._FRAME_HEADER.size - module._SEAL_PAYLOAD.size])
+        path.write_bytes(path.read_bytes()[: -FRAME_HEADER.size - SEAL_BYTES])
 
     def swap(folder: Path) -> None:
         shutil.copy(folder / names[0], folder / names[1])
@@ -560,7 +563,7 @@ async def test_missing_pieces_are_noticed(tmp_path: Path) -> None:
     folder = fresh(tmp_path / "whole")
     data = (folder / names[0]).read_bytes()
     head = data[:8] + (99).to_bytes(4, "little") + data[12:20]
-    (folder / names[0]).write_bytes(head + module.zlib.crc32(head).to_bytes(4, "little") + data[24:])
+    (folder / names[0]).write_bytes(head + zlib.crc32(head).to_bytes(4, "little") + data[24:])
     with pytest.raises(ConfigError, match="has format 99"):
         Journal.open(folder)
 
@@ -672,7 +675,7 @@ except JournalError as error:
 
 
 async def test_an_unencodable_or_oversized_append_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_PAYLOAD", 1_000)
+    monkeypatch.setattr(log, "MAX_PAYLOAD", 1_000)
     async with Journal.open(tmp_path, segment_bytes=200) as journal:
         with pytest.raises(RecordError, match="up to 1000"):
             await journal.append(bytes(1_001))
@@ -722,7 +725,7 @@ async def test_compaction_drops_what_is_not_kept_and_never_touches_the_active_se
 
 
 def replay_one(path: Path) -> list[Record]:
-    return [decode(payload) for payload in module._SegmentReader(path.parent, int(path.stem), newest=True)]
+    return [decode(payload) for payload in SegmentReader(path.parent, int(path.stem), newest=True)]
 
 
 async def test_compaction_while_appends_go_on(tmp_path: Path) -> None:
@@ -748,10 +751,10 @@ async def test_compaction_while_appends_go_on(tmp_path: Path) -> None:
 
 
 def test_a_full_segment_may_be_compacted_before_its_writer_closes_it(tmp_path: Path) -> None:
-    full = module._SegmentWriter(tmp_path, 1, Disk())
+    full = SegmentWriter(tmp_path, 1, Disk())
     full.publish("create")
     full.seal()
-    compacted = module._SegmentWriter(tmp_path, 1, Disk())
+    compacted = SegmentWriter(tmp_path, 1, Disk())
     full.close()
     compacted.publish("compact")
     compacted.close()

@@ -160,7 +160,7 @@ async def test_a_session_keeps_nothing_of_what_is_over(start: Start, codec: Code
         assert not inside.waiting.abandoned
         assert not inside.waiting._clients
         assert not inside.waiting._graces
-        assert len(inside.threads) <= 8
+        assert len(inside.reader.threads) <= 8
         idle = len(rig.web.connector._conns) if rig.web.connector else 0  # type: ignore[attr-defined]
         await eventually(lambda: len(asyncio.all_tasks()) <= tasks + idle, "the tasks of answered requests end")
         await rig.seal(session)

@@ -68,13 +68,13 @@ async def test_the_demo_runs_the_agent_and_proves_what_was_recorded(model: Path,
     assert await demo.run(console, folder=tmp_path, questions=2, model=model) == 0
     shown = console.file.getvalue()
     assert "of 2 right" in shown
-    assert "Proven" in shown
+    assert "max |Δlogp|" in shown
     trajectory = Trajectory.read(tmp_path / "trajectory.arrow")
     assert trajectory.report.chains == 1
     assert len(trajectory.turns) >= 2
     assert demo.recompute(model, trajectory) < demo.BOUND
     _check_a_lie_is_found(model, trajectory)
-    _check_trace(tmp_path)
+    _check_trace(tmp_path, trajectory.session_id)
 
 
 def _check_a_lie_is_found(model: Path, trajectory: Trajectory) -> None:
@@ -87,13 +87,13 @@ def _check_a_lie_is_found(model: Path, trajectory: Trajectory) -> None:
     )
 
 
-def _check_trace(folder: Path) -> None:
+def _check_trace(folder: Path, session_id: str) -> None:
     runner = CliRunner()
     shown = runner.invoke(cli.app, ["trace", str(folder / "trajectory.arrow")])
     assert shown.exit_code == 0, shown.output
     assert "<|im_start|>" in shown.output
     as_json = runner.invoke(cli.app, ["trace", str(folder / "trajectory.json"), "--json"])
-    assert json.loads(as_json.output)["session_id"] == "demo"
+    assert json.loads(as_json.output)["session_id"] == session_id
     data = folder.parent / f"{folder.name}-elsewhere"
     (data / "trajectories").mkdir(parents=True)
     shutil.copy(folder / "trajectory.arrow", data / "trajectories" / "demo.arrow")
@@ -105,7 +105,22 @@ def _check_trace(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["gateway"], ["trace"], ["audit", "fidelity"], ["bench", "continue"], ["demo"]]
+    "command",
+    [
+        [],
+        ["gateway"],
+        ["trace"],
+        ["audit", "fidelity"],
+        ["bench", "continue"],
+        ["demo"],
+        ["run"],
+        ["train"],
+        ["serve"],
+        ["eval"],
+        ["generate"],
+        ["doctor"],
+        ["harness", "check"],
+    ],
 )
 def test_every_command_helps(command: list[str]) -> None:
     result = CliRunner().invoke(cli.app, [*command, "--help"])

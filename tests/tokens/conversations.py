@@ -340,7 +340,7 @@ class Talk:
             builder=builder,
             policy=self.policy,
             instruction=self.instruction,
-            ends=self.codec.stop_ids,
+            ends=self.codec.end_ids,
             end_reason=EndReason.EXITED,
             tools={key: [tool.as_function() for tool in tools] for key, tools in self.tools.items()},
             **options,

@@ -78,7 +78,7 @@ def test_drift_is_hidden_by_stitching() -> None:
     assert "Let me look." not in plain.text(last.prompt)
 
 
-@pytest.mark.parametrize("name", ["glm4moe", "llama3_1", "nemotron_3_nano", "qwen3_8"])
+@pytest.mark.parametrize("name", ["glm4moe", "gptoss", "llama3_1", "nemotron_3_nano", "qwen3_8"])
 def test_seams_of_other_families(name: str) -> None:
     for capture in Capture:
         talk = Talk(templated(name), capture=capture)
@@ -91,6 +91,23 @@ def test_seams_of_other_families(name: str) -> None:
         assert text.count("It works.") == text.count("Quite.") == text.count("Sure?") == 1
         assert text.count("<|im_end|> x") == 1
         assert made.report.trained_tokens == sum(len(t.sampled) for t in (first, second, third))
+
+
+def test_a_reply_that_the_template_writes_as_several_messages() -> None:
+    """gpt-oss: reasoning is a message of its own, shown until an answer has been given; the end of a turn is `<|end|>` in
+    history. However that changes what is rendered, each reply is in the row once, and nothing is in it twice."""
+    talk = Talk(templated("gptoss"), capture=Capture.PLAIN)
+    say = Say("", (call("bash", command="ls"),), think="I must look.")
+    first = talk.ask([system(), user(TASK)], say)
+    second = talk.ask(first.answered("a.py"), Say("It works.", think="It was there."))
+    third = talk.ask([*second.history, user("Sure?")], Say("", (call("bash", command="cat"),), think="Better look."))
+    fourth = talk.ask(third.answered("print()"), Say("Quite.", think="There it is."))
+    made = talk.trajectory(MERGED)
+    assert len(made.traces) == 1
+    text = talk.text(made.traces[0].token_ids)
+    said = ("I must look.", "a.py", "It was there.", "It works.", "Sure?", "Better look.", "print()", "There it is.")
+    assert [text.count(one) for one in (*said, "Quite.")] == [1] * 9
+    assert made.report.trained_tokens == sum(len(turn.sampled) for turn in (first, second, third, fourth))
 
 
 def test_truncated_turns_in_merged_rows() -> None:

@@ -29,6 +29,7 @@ from towline.conversation import Message, Tool, ToolCall
 from towline.errors import ConfigError
 from towline.schema import ForkReason
 from towline.tokens.codec import Frame, SpecialText, Unbridgeable
+from towline.tokens.family import FamilyCodec
 from towline.tokens.jinja import ChatTemplate, TemplateError
 from towline.tokens.loading import make_codec
 from towline.tokens.template import SentinelCodec
@@ -331,6 +332,25 @@ def test_ids_that_the_model_sampled() -> None:
     assert talk.text(few_shot.prompt).count("call_7") == 2
 
 
+@pytest.mark.parametrize("renderer", ["auto", "sentinel"])
+def test_what_is_remembered_of_template_arguments_is_bounded(renderer: str) -> None:
+    """They are the harness's to choose, and a codec lasts as long as its gateway."""
+    codec = real("qwen3", renderer=renderer)
+    reply = Message("assistant", "Yes.")
+    ids = np.asarray(codec.write(reply.text, None, (), frame()), np.int32)
+    expected = codec.extend([user("?")], reply, NONE, ids, [user("And?")], frame()).ids
+    for number in range(700):
+        odd = frame(odd=number)
+        codec._seam(reply, user("And?"), odd)
+        if number % 50 == 0:
+            assert codec.extend([user("?")], reply, NONE, ids, [user("And?")], odd).ids == expected
+    assert len(codec._seams) <= 512
+    if isinstance(codec, FamilyCodec):
+        for number in range(40):
+            codec._renderer({"enable_thinking": bool(number % 2), "odd": number})
+        assert len(codec._renderers) <= 32
+
+
 def test_templates_that_cannot_be_used() -> None:
     with pytest.raises(ConfigError, match="does not parse"):
         ChatTemplate("{% for %}")
@@ -343,3 +363,12 @@ def test_templates_that_cannot_be_used() -> None:
     assert not any(silent.check.continues.values())
     with pytest.raises(Unbridgeable):
         silent.extend([user("x")], Message("assistant", "y"), NONE, NONE, [user("z")], frame())
+
+
+def test_a_call_without_words_is_shown_with_its_reasoning() -> None:
+    """gpt-oss shows words or reasoning beside a call: nothing is rewritten as long as there are no words."""
+    codec = templated("gptoss")
+    assert codec.check.one_thought
+    for text, rewritten in (("", False), ("ANSWER", True)):
+        reply = Message("assistant", text, "THOUGHT", CALLS[:1])
+        assert codec.rewrites([user("TASK")], reply, RESULTS[:1], frame()) is rewritten

@@ -1,7 +1,9 @@
-"""Which behaviour is played on which target.
+"""Which behaviour is played on which target, in which dialect.
 
-Coverage first: every behaviour once, then every template, then every behaviour on every target with a tokenizer of its
-own, then round after round of whatever else fits, until there are as many conversations as were asked for.
+Coverage first: every behaviour once, then every template, then every behaviour in every dialect, then every behaviour on
+every target with a tokenizer of its own, then round after round of whatever else fits, until there are as many
+conversations as were asked for. Each time a behaviour comes up it is told in the next of the dialects that it can be told
+in; the first is another for each behaviour, so that a short audit has all of them too.
 """
 
 from __future__ import annotations
@@ -28,38 +30,56 @@ class Part:
     id: str
     behaviour: Behaviour
     target: Target
+    dialect: str
+    open_reasoning: bool
+    """Reasoning is shown, and not only sealed, where a dialect can do both."""
     sockets: bool
 
 
-def cast(behaviours: Mapping[str, Behaviour], targets: Sequence[Target], conversations: int) -> list[Part]:
-    """The first `conversations` of the order above; at least every behaviour that some target is able to."""
-    pairs = list(islice(_pairs(list(behaviours.values()), targets), conversations))
+def cast(
+    behaviours: Mapping[str, Behaviour], targets: Sequence[Target], conversations: int, dialects: Sequence[str]
+) -> list[Part]:
+    """The first `conversations` of the order above."""
+    told = {name: [one for one in dialects if one in behaviour.dialects] for name, behaviour in behaviours.items()}
+    able = [behaviour for name, behaviour in behaviours.items() if told[name]]
+    pairs = list(islice(_pairs(able, targets, {name: len(choice) for name, choice in told.items()}), conversations))
     parts = []
-    rounds: dict[tuple[str, str], int] = {}
+    first = {behaviour.name: place for place, behaviour in enumerate(able)}
+    times: dict[str, int] = {}
+    rounds: dict[tuple[str, str, str], int] = {}
     for index, (behaviour, target) in enumerate(pairs):
-        names = behaviour.name, target.name
+        turn = times[behaviour.name] = times.get(behaviour.name, -1) + 1
+        choice = told[behaviour.name]
+        dialect = choice[(first[behaviour.name] + turn) % len(choice)]
+        names = behaviour.name, dialect, target.name
         rounds[names] = rounds.get(names, -1) + 1
+        id = f"{behaviour.name}.{dialect}.{target.name}.{rounds[names]}".replace("+", ".")
         # The gateways of targets that are not primary have no socket.
         sockets = target.primary and index % _SOCKETS == 0
         parts.append(
-            Part(f"{behaviour.name}.{target.name}.{rounds[names]}".replace("+", "."), behaviour, target, sockets)
+            Part(id, behaviour, target, dialect, (turn // len(choice) + first[behaviour.name]) % 2 == 0, sockets)
         )
     return parts
 
 
-def _pairs(behaviours: Sequence[Behaviour], targets: Sequence[Target]) -> Iterator[tuple[Behaviour, Target]]:
+def _pairs(
+    behaviours: Sequence[Behaviour], targets: Sequence[Target], dialects: Mapping[str, int]
+) -> Iterator[tuple[Behaviour, Target]]:
+    """The order above; `dialects` is how many each behaviour can be told in."""
     able = {(b.name, t.name) for b in behaviours for t in targets if b.needs <= t.can}
     if not able:
         raise ConfigError("no target is able to any of the behaviours")
     primary = [target for target in targets if target.primary]
     others = [target for target in targets if not target.primary]
     given: set[tuple[str, str]] = set()
+    times = dict.fromkeys(dialects, 0)
 
-    def fresh(behaviour: Behaviour, target: Target) -> bool:
+    def fresh(behaviour: Behaviour, target: Target, *, again: bool = False) -> bool:
         pair = behaviour.name, target.name
-        if pair not in able or pair in given:
+        if pair not in able or (pair in given and not again):
             return False
         given.add(pair)
+        times[behaviour.name] += 1
         return True
 
     for place, behaviour in enumerate(behaviours):
@@ -76,6 +96,11 @@ def _pairs(behaviours: Sequence[Behaviour], targets: Sequence[Target]) -> Iterat
                 if fresh(behaviour, target):
                     yield behaviour, target
                     break
+    for again in (False, True):
+        for behaviour in behaviours:
+            for target in [*primary, *others] * dialects[behaviour.name]:
+                if times[behaviour.name] < dialects[behaviour.name] and fresh(behaviour, target, again=again):
+                    yield behaviour, target
     for behaviour in behaviours:
         for target in primary:
             if fresh(behaviour, target):

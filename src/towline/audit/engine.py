@@ -1,8 +1,8 @@
 """The engine under an audited gateway: a script chooses the ids, the embedded engine's model scores them.
 
-A request finds its line by the seed that the harness sent with it. Everything that reaches the model is logged as it
-is, prompt and sampled ids of every single call: the log is the evidence that rows are compared with, and it knows
-nothing of graphs, turns that continue each other, or builders.
+A request finds its line by the seed that the harness sent with it, or by the top-k where the dialect has no seed.
+Everything that reaches the model is logged as it is, prompt and sampled ids of every single call: the log is the
+evidence that rows are compared with, and it knows nothing of graphs, turns that continue each other, or builders.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ScoringEngine:
 
     async def _choose(self, request: SampleRequest) -> Ids | None:
         session = request.id.rpartition("-")[0]
-        line = self._lines.pop((session, request.seed or 0), None)
+        line = self._lines.pop((session, _number(request)), None)
         if line is None:
             raise EngineError("the script has no line for this request: it should not have been sampled")
         line.begun.set()
@@ -132,3 +132,10 @@ class ScoringEngine:
 
     async def close(self) -> None:
         """The engine is shared, and closed by whoever made it."""
+
+
+def _number(request: SampleRequest) -> int:
+    """What tells the requests of a session apart."""
+    if request.seed is None and request.request is not None:
+        return request.request.sampling.top_k or 0
+    return request.seed or 0

@@ -1,7 +1,7 @@
 """What an audit leaves behind: rows, the engine's log and the models, enough to check every figure again.
 
     rows-exact.arrow, rows-merged.arrow, rows-per_turn.arrow
-                    the traces as trainers get them, with the columns conversation, behaviour, target and model
+                    the traces as trainers get them, with the columns conversation, behaviour, target, dialect and model
     calls.arrow     every call of an engine: session, turn, prompt, sampled, logprobs, versions
     model-*/        the models: two sets of weights, and `versions.json` which says what version each is
     conversations.json, report.json
@@ -24,7 +24,7 @@ from towline.audit.engine import Call
 from towline.schema import BuilderName, Trace, traces_from_table, traces_table
 from towline.schema.files import arrow_bytes, read_arrow, write_atomically
 
-_NAMES = ("conversation", "behaviour", "target", "model")
+_NAMES = ("conversation", "behaviour", "target", "dialect", "model")
 _CALLS = pa.schema(
     [
         ("session", pa.string()),
@@ -44,6 +44,7 @@ class Row:
     conversation: str
     behaviour: str
     target: str
+    dialect: str
     model: str
     """The folder of its model."""
     trace: Trace

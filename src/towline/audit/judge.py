@@ -57,6 +57,7 @@ class Played:
     conversation: str
     behaviour: str
     target: str
+    dialect: str
     wire: str
     expected: Expected = field(default_factory=Expected)
     unclosed: int = 0
@@ -69,6 +70,7 @@ class Played:
             "conversation": self.conversation,
             "behaviour": self.behaviour,
             "target": self.target,
+            "dialect": self.dialect,
             "wire": self.wire,
             "expected": {"chains": self.expected.chains, "forks": dict(self.expected.forks)},
             "found": {

@@ -1,9 +1,10 @@
 """One simulated conversation: a harness that asks, gets an answer, runs its tools, and asks again with all that was said.
 
-A `Thread` is one history, the way a harness keeps it: messages of the wire, sent whole on every call. `echo` is how it
-remembers a reply, `shape` how it dresses its history for a request; between them they are what a harness does to a
-conversation. Where a template has no tools, the same agent works in plain text, as some harnesses do: commands stand in
-the answer, and their output comes back as a user message.
+A `Thread` is one history, the way a harness keeps it: messages in the shape of `tongues`, sent whole on every call.
+`echo` is how it remembers a reply, `shape` how it dresses its history for a request, `dress` what it does to the request
+once that is told in its dialect; between them they are what a harness does to a conversation. Where a template has no
+tools, the same agent works in plain text, as some harnesses do: commands stand in the answer, and their output comes
+back as a user message.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from towline.audit import content
 from towline.audit.engine import ScoringEngine, Weights
 from towline.audit.script import Line
 from towline.audit.targets import Target
+from towline.audit.tongues import Told, Tongue, Wired
 from towline.audit.wires import Wire
 from towline.errors import TowlineError
 from towline.gateway.session import Session
 
-Wired = dict[str, Any]
-"""A message as it is on the wire."""
 Echo = Callable[[Wired], Wired]
 Shape = Callable[[list[Wired]], list[Wired]]
+Dress = Callable[[Wired], Wired]
 
 FREE_TOKENS = (6, 14)
 _ENOUGH = 1024
-_SEED_BITS = 40
+_SEED_BITS = 26
 _MOST_SAMPLES = 16
 """More than one request asks for: their seeds count up."""
 
@@ -77,6 +78,7 @@ class Play:
         engine: ScoringEngine,
         session: Session,
         wire: Wire,
+        tongue: Tongue,
         seed: str,
         *,
         free: float,
@@ -87,6 +89,7 @@ class Play:
         self.session = session
         """The gateway's side, to wait for what a harness cannot see."""
         self.wire = wire
+        self.tongue = tongue
         self.random = Random(seed)
         self.free = free
         """The share of replies that the model samples by itself."""
@@ -95,7 +98,7 @@ class Play:
         self.tools: list[Wired] = list(content.TOOLS) if target.abilities.tools else []
         self.task = content.sentence(self.random)
         """The instruction of the session."""
-        self._last: Wired = {}
+        self._last = Told("", {})
         self.unclosed = 0
         """Replies without an end that were continued."""
         self.problems: list[str] = []
@@ -123,7 +126,9 @@ class Play:
         )
         if abilities.tools:
             line.calls = tuple(content.call(random) for _ in range(calls))
-            if abilities.text_beside_call and (random.random() < 0.3 if text is None else text):
+            # Where a template shows either words or reasoning beside a call, a reply has one of them.
+            beside = abilities.text_beside_call and not (thinks and self.target.codec.check.one_thought)
+            if beside and (random.random() < 0.3 if text is None else text):
                 line.text = content.sentence(random, 2, 4)
         else:
             command = str(content.call(random)[1].get("command", "ls"))
@@ -147,6 +152,7 @@ class Play:
         tools: Sequence[Wired],
         headers: Mapping[str, str],
         leave: asyncio.Event | None = None,
+        dress: Dress | None = None,
         **fields: Any,
     ) -> list[Wired]:
         """The choices of one completion. Samplers are asked for something else every time, which must not matter."""
@@ -163,14 +169,14 @@ class Play:
         }
         if tools:
             body["tools"] = list(tools)
-        self._last = body
-        choices: list[Wired] = (await self.wire.post(body, dict(headers), leave))["choices"]
-        return choices
+        told = self._last = self.tongue.tell(body)
+        if dress is not None:
+            told.body = dress(told.body)
+        return self.tongue.hear(await self.wire.post(told, dict(headers), leave), stream=self.stream)
 
     async def again(self, headers: Mapping[str, str]) -> list[Wired]:
         """The choices of the last request, sent once more. It has no line of its own: it must not be sampled."""
-        choices: list[Wired] = (await self.wire.post(self._last, dict(headers)))["choices"]
-        return choices
+        return self.tongue.hear(await self.wire.post(self._last, dict(headers)), stream=self.stream)
 
     def thread(self, **options: Any) -> Thread:
         return Thread(self, **options)
@@ -195,12 +201,14 @@ class Thread:
         headers: Mapping[str, str] | None = None,
         echo: Echo = copy.deepcopy,
         shape: Shape = list,
+        dress: Dress | None = None,
     ):
         self.play = play
         self.tools = play.tools if tools is None else list(tools)
         self.headers = dict(headers or {})
         self.echo = echo
         self.shape = shape
+        self.dress = dress
         self.history: list[Wired] = []
         if play.can("system"):
             self.history.append({"role": "system", "content": system})
@@ -217,7 +225,7 @@ class Thread:
     async def ask(self, *lines: Line, messages: Sequence[Wired] | None = None, **fields: Any) -> list[Wired]:
         """The choices that answer the history, or `messages` in its place, without remembering any."""
         sent = self.shape(self.history) if messages is None else list(messages)
-        options: dict[str, Any] = {"tools": self.tools, "headers": self.headers, **fields}
+        options: dict[str, Any] = {"tools": self.tools, "headers": self.headers, "dress": self.dress, **fields}
         return await self.play.post(sent, lines, **options)
 
     async def reply(self, line: Line, **fields: Any) -> Wired:

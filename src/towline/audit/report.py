@@ -1,8 +1,8 @@
-"""The report of an audit: the same figures for every builder, over everything and by behaviour."""
+"""The report of an audit: the same figures for every builder, over everything, by behaviour and by dialect."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.text import Text
 from towline.audit.behaviours import behaviours
 from towline.audit.judge import BOUND, Played, violations
 from towline.audit.measure import Figures, Measured
+from towline.audit.tongues import DIALECTS
 from towline.schema import BuilderName
 from towline.view import visible
 
@@ -49,16 +50,19 @@ class BuilderFigures:
 
 
 @dataclass(slots=True)
-class BehaviourFigures:
-    """One behaviour's figures."""
+class PartFigures:
+    """The figures of one behaviour, or of one dialect."""
 
     conversations: int = 0
     builders: dict[BuilderName, BuilderFigures] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
+    told: dict[str, int] = field(default_factory=dict)
+    """For a behaviour, its conversations by dialect; for a dialect, by behaviour."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "conversations": self.conversations,
+            "told": self.told,
             "builders": {name.value: figures.as_json() for name, figures in self.builders.items()},
             "violations": self.violations,
         }
@@ -70,7 +74,8 @@ class AuditReport:
 
     conversations: int
     builders: dict[BuilderName, BuilderFigures]
-    by_behaviour: dict[str, BehaviourFigures]
+    by_behaviour: dict[str, PartFigures]
+    by_dialect: dict[str, PartFigures]
     targets: list[str]
     seconds: float = 0.0
 
@@ -87,6 +92,7 @@ class AuditReport:
             "conversations": self.conversations,
             "builders": {name.value: figures.as_json() for name, figures in self.builders.items()},
             "by_behaviour": {name: figures.as_json() for name, figures in self.by_behaviour.items()},
+            "by_dialect": {name: figures.as_json() for name, figures in self.by_dialect.items()},
             "ok": self.ok,
             "bound": BOUND,
             "violations": self.violations,
@@ -102,21 +108,34 @@ def make_report(
     by_conversation: dict[str, dict[BuilderName, Measured]] = {}
     for result in measured:
         by_conversation.setdefault(result.conversation, {})[result.builder] = result
-    report = AuditReport(0, {name: BuilderFigures() for name in BuilderName}, {}, list(targets), seconds)
+    report = AuditReport(0, {name: BuilderFigures() for name in BuilderName}, {}, {}, list(targets), seconds)
     names: set[str] = set()
     for one in sorted(played, key=lambda one: one.conversation):
         figures = by_conversation.get(one.conversation, {})
-        about = report.by_behaviour.setdefault(one.behaviour, BehaviourFigures())
-        about.conversations += one.conversation not in names
+        found = [f"{one.conversation}: {line}" for line in violations(one, figures)]
+        _count(report.builders, one, figures)
+        of_behaviour = report.by_behaviour.setdefault(one.behaviour, PartFigures())
+        of_dialect = report.by_dialect.setdefault(one.dialect, PartFigures())
+        for part, other in ((of_behaviour, one.dialect), (of_dialect, one.behaviour)):
+            _count(part.builders, one, figures)
+            part.violations += found
+            if one.conversation not in names:
+                part.conversations += 1
+                part.told[other] = part.told.get(other, 0) + 1
         names.add(one.conversation)
-        about.violations += [f"{one.conversation}: {line}" for line in violations(one, figures)]
-        for total in (report.builders, about.builders):
-            _count(total, one, figures)
     report.conversations = len(names)
-    report.by_behaviour = {name: found for name in behaviours() if (found := report.by_behaviour.get(name))}
-    for about in report.by_behaviour.values():
-        about.builders = {name: about.builders[name] for name in BuilderName if name in about.builders}
+    report.by_behaviour = _ordered(report.by_behaviour, behaviours(), DIALECTS)
+    report.by_dialect = _ordered(report.by_dialect, DIALECTS, behaviours())
     return report
+
+
+def _ordered(parts: Mapping[str, PartFigures], names: Iterable[str], told: Iterable[str]) -> dict[str, PartFigures]:
+    """The parts in the order of `names`, each with its builders and what it was told of in theirs."""
+    ordered = {name: parts[name] for name in names if name in parts}
+    for part in ordered.values():
+        part.builders = {name: part.builders[name] for name in BuilderName if name in part.builders}
+        part.told = {name: part.told[name] for name in told if name in part.told}
+    return ordered
 
 
 def _count(totals: dict[BuilderName, BuilderFigures], played: Played, measured: Mapping[BuilderName, Measured]) -> None:
@@ -137,9 +156,10 @@ def _count(totals: dict[BuilderName, BuilderFigures], played: Played, measured: 
 
 
 def render(report: AuditReport, console: Console) -> None:
-    """The report for people: the builders, the behaviours, and what is wrong."""
+    """The report for people: the builders, the dialects, the behaviours, and what is wrong."""
     console.print(_builders(report))
-    console.print(_behaviours(report))
+    console.print(_parts("dialect", "behaviours", report.by_dialect))
+    console.print(_parts("behaviour", "dialects", report.by_behaviour))
     if report.ok:
         console.print(
             Text(f"exact: every token is where it was sampled, in {report.conversations} conversations", "green")
@@ -170,14 +190,14 @@ def _builders(report: AuditReport) -> Table:
     return table
 
 
-def _behaviours(report: AuditReport) -> Table:
+def _parts(title: str, told: str, parts: Mapping[str, PartFigures]) -> Table:
     table = Table()
-    table.add_column("behaviour")
-    for name in ("n", "chains", "drifted: exact", "merged"):
+    table.add_column(title)
+    for name in ("n", told, "chains", "drifted: exact", "merged", "max |Δlogp|: exact"):
         table.add_column(name, justify="right")
     table.add_column("forks")
     table.add_column("")
-    for name, about in report.by_behaviour.items():
+    for name, about in parts.items():
         exact = about.builders.get(BuilderName.EXACT, BuilderFigures()).as_json()
         merged = about.builders.get(BuilderName.MERGED, BuilderFigures()).as_json()
         forks = ", ".join(f"{reason} {count}" for reason, count in exact["forks"].items())
@@ -185,9 +205,11 @@ def _behaviours(report: AuditReport) -> Table:
         table.add_row(
             name,
             str(about.conversations),
+            str(len(about.told)),
             f"{exact['chains_per_conversation']:.2f}",
             str(exact["drifted_tokens"]),
             str(merged["drifted_tokens"]),
+            f"{exact['max_abs_dlogp']:.1e}",
             forks,
             mark,
         )

@@ -32,6 +32,7 @@ from towline.audit.measure import measure
 from towline.audit.play import Play
 from towline.audit.report import AuditReport, make_report
 from towline.audit.targets import Target, find
+from towline.audit.tongues import DIALECTS, tongue
 from towline.audit.wires import InProcess, Sockets, Wire
 from towline.config import GatewaySettings
 from towline.dialects.registry import all_dialects
@@ -67,6 +68,8 @@ class AuditOptions:
     """Only these."""
     behaviours: Sequence[str] | None = None
     """Only these."""
+    dialects: Sequence[str] | None = None
+    """Only these."""
     seed: int = 0
     threads: int = 2
     """Of torch."""
@@ -87,10 +90,10 @@ class _Stage:
     """Where the gateway listens, if it does."""
     client: aiohttp.ClientSession
 
-    def wire(self, key: str, *, sockets: bool) -> Wire:
+    def wire(self, credentials: dict[str, str], *, sockets: bool) -> Wire:
         if sockets and self.base_url is not None:
-            return Sockets(self.client, self.base_url, key)
-        return InProcess(self.app, key)
+            return Sockets(self.client, self.base_url, credentials)
+        return InProcess(self.app, credentials)
 
 
 @dataclass(slots=True)
@@ -110,9 +113,12 @@ async def run(options: AuditOptions, progress: Progress | None = None) -> AuditR
         if unknown := set(options.behaviours) - chosen.keys():
             raise ConfigError(f"no behaviour {sorted(unknown)[0]!r}; there are: {', '.join(chosen)}")
         chosen = {name: chosen[name] for name in options.behaviours}
+    dialects = DIALECTS if options.dialects is None else tuple(options.dialects)
+    if unknown := set(dialects) - set(DIALECTS):
+        raise ConfigError(f"no dialect {sorted(unknown)[0]!r}; there are: {', '.join(DIALECTS)}")
     tell(0, 1, "reading tokenizers and templates")
     targets = await asyncio.to_thread(find, options.targets, tokenizer=options.tokenizer, template=options.template)
-    parts = cast(chosen, targets, options.conversations)
+    parts = cast(chosen, targets, options.conversations, dialects)
     results = _Results()
     total = 2 * len(parts)
     with tempfile.TemporaryDirectory(prefix="towline-audit-") as scratch:
@@ -190,18 +196,20 @@ class _Company:
             {"id": id, "settings": {**behaviour.settings, "capture": capture, "builder": builder.value}}
         )
         session = opened.session
-        wire = stage.wire(opened.key, sockets=part.sockets)
+        speech = tongue(part.dialect, open_reasoning=part.open_reasoning)
+        wire = stage.wire(speech.credentials(opened.key), sockets=part.sockets)
         play = Play(
             part.target,
             stage.engine,
             session,
             wire,
+            speech,
             seed,
             free=FREE_SHARE if behaviour.free else 0.0,
             split=SPLIT_SHARE if behaviour.split is None else behaviour.split,
         )
         session.instruction = play.task
-        played = Played(part.id, behaviour.name, part.target.name, wire.name)
+        played = Played(part.id, behaviour.name, part.target.name, part.dialect, wire.name)
         self.results.played.append(played)
         try:
             played.expected = await behaviour.act(play)
@@ -216,7 +224,7 @@ class _Company:
 
     def _keep(self, part: Part, stage: _Stage, played: Played, trajectory: Trajectory) -> None:
         played.found[trajectory.builder] = Found.of(trajectory)
-        names = part.id, part.behaviour.name, part.target.name, stage.model
+        names = part.id, part.behaviour.name, part.target.name, part.dialect, stage.model
         self.results.rows[trajectory.builder] += [Row(*names, trace) for trace in trajectory.traces]
 
 
@@ -229,7 +237,7 @@ def _per_turn(session: Session, target: Target) -> Trajectory:
         policy=session.settings.policy,
         instruction=session.instruction,
         trained=session.settings.trained_roles,
-        ends=target.codec.stop_ids,
+        ends=target.codec.end_ids,
         end_reason=EndReason.EXITED,
         tools={key: [tool.as_function() for tool in tools] for key, tools in session.tools.items()},
     )

@@ -8,14 +8,14 @@ new since the last request is converted; the unchanged messages are the very obj
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import orjson
 
 from towline.conversation import Answer, Message, Request, Tool
-from towline.errors import ApiError
+from towline.errors import ApiError, ErrorKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Call:
     """An HTTP call for a dialect, already decoded."""
 
     operation: str
-    """Which of the dialect's operations the path named: `generate`, `models`, `count_tokens`, …"""
+    """Which of the dialect's operations the path named (see `Route`)."""
     body: dict[str, Any]
     headers: Mapping[str, str] = field(default_factory=dict)
     """Header names in lower case."""
@@ -102,6 +102,11 @@ class Stream(Protocol):
     Order: `start` once, `ping` any number of times, then `finish` or `error` once.
     """
 
+    @property
+    def content_type(self) -> str:
+        """The header of the response: server-sent events, or what else the client asked for."""
+        ...
+
     def start(self) -> bytes: ...
 
     def ping(self) -> bytes: ...
@@ -115,8 +120,9 @@ class Stream(Protocol):
 class Route:
     """A path of a dialect (`{name}` is one segment, `{name:path}` any rest) and the operation it names.
 
-    Operations: `generate`; `count_tokens`; `models` and `model`; `probe` (an empty 200); `upgrade` (426, since there is no
-    WebSocket); `stored` and `delete_stored` for answers that are kept under the `{answer}` in the path.
+    Operations: `generate`, and `generate_stream` where it is the path that asks for a stream; `count_tokens`; `models` and
+    `model`; `probe` (an empty 200); `upgrade` (426, since there is no WebSocket); `stored` and `delete_stored` for answers
+    that are kept under the `{answer}` in the path.
     """
 
     method: str
@@ -129,6 +135,8 @@ class Dialect(Protocol):
 
     name: ClassVar[str]
     routes: ClassVar[tuple[Route, ...]]
+    told_in_stream: ClassVar[frozenset[ErrorKind]]
+    """Errors that the provider's clients recognise only inside a stream, if they asked for one."""
 
     def items(self, body: dict[str, Any]) -> list[Any]:
         """The body's list of history items, for finding what is known; raises `BadRequest` if it is not a list."""
@@ -164,4 +172,17 @@ class Dialect(Protocol):
 
     def claims(self, headers: Mapping[str, str]) -> bool:
         """Whether the headers are this provider's: settles paths that several dialects name, such as `/v1/models`."""
+        ...
+
+
+@runtime_checkable
+class Referring(Protocol):
+    """A dialect whose requests may name items of earlier answers instead of sending them."""
+
+    def output(self, request: Request, answer: Answer) -> list[Any]:
+        """The items of an answer, as they were written."""
+        ...
+
+    def with_references(self, body: dict[str, Any], output: Callable[[str], Sequence[Any] | None]) -> dict[str, Any]:
+        """The body with the items that it refers to; `output` gives those of an answer by its id."""
         ...

@@ -20,7 +20,7 @@ from towline.dialects.chat_replies import ChatStream, whole
 from towline.dialects.hints import read_hints
 from towline.dialects.openai_errors import error_response, model_response, models_response
 from towline.dialects.reading import as_list, as_object, missing, optional_flag, required_text, wrong_value
-from towline.errors import ApiError
+from towline.errors import ApiError, ErrorKind
 
 
 class ChatDialect:
@@ -35,6 +35,7 @@ class ChatDialect:
         Route("GET", "/v1/models/{model:path}", "model"),
         Route("GET", "/models/{model:path}", "model"),
     )
+    told_in_stream: ClassVar[frozenset[ErrorKind]] = frozenset()
 
     def items(self, body: dict[str, Any]) -> list[Any]:
         messages = as_object(body, "body").get("messages")

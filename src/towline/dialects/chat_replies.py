@@ -52,6 +52,8 @@ def whole(request: Request, answer: Answer) -> Response:
 class ChatStream:
     """The answer as `chat.completion.chunk` events."""
 
+    content_type = sse.CONTENT_TYPE
+
     def __init__(self, request: Request, id: str, created: int, model: str):
         self._request = request
         self._usage = bool(request.wire.get("include_usage"))

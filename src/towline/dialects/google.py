@@ -29,7 +29,7 @@ from towline.dialects.google_replies import (
 )
 from towline.dialects.hints import read_hints
 from towline.dialects.reading import as_list, as_object, missing, wrong_value
-from towline.errors import ApiError
+from towline.errors import ApiError, ErrorKind
 
 _SYSTEM = "systemInstruction"
 _COUNTED = "generateContentRequest"
@@ -53,6 +53,7 @@ class GoogleDialect:
         Route("GET", "/v1/models/{model:path}", "model"),
         Route("GET", "/v1beta1/publishers/google/models/{model:path}", "model"),
     )
+    told_in_stream: ClassVar[frozenset[ErrorKind]] = frozenset()
 
     def items(self, body: dict[str, Any]) -> list[Any]:
         source = _source(as_object(body, "body"))

@@ -35,9 +35,9 @@ from towline.dialects.messages_replies import (
     models_response,
     whole,
 )
-from towline.dialects.messages_tools import Definitions, definitions, read_tools
+from towline.dialects.messages_tools import Definitions, deferred, definitions, read_tools
 from towline.dialects.reading import as_list, as_object, missing, optional_flag, required_text, wrong_value
-from towline.errors import ApiError
+from towline.errors import ApiError, ErrorKind
 
 _LEAD = -1
 """Where the message of the `system` field starts: before the first item."""
@@ -58,6 +58,7 @@ class MessagesDialect:
         Route("HEAD", "/api/hello", "probe"),
         Route("GET", "/api/hello", "probe"),
     )
+    told_in_stream: ClassVar[frozenset[ErrorKind]] = frozenset()
 
     def items(self, body: dict[str, Any]) -> list[Any]:
         messages = as_object(body, "body").get("messages")
@@ -75,6 +76,7 @@ class MessagesDialect:
             model=required_text(body, "model"),
             messages=[],
             tools=declared.tools,
+            shown=deferred(body),
             tool_choice=parameters.read_tool_choice(body, declared),
             sampling=parameters.read_sampling(body, counted=call.operation == "count_tokens"),
             stream=bool(optional_flag(body, "stream")),

@@ -12,7 +12,6 @@ from typing import Any
 
 from towline.conversation import Sampling
 from towline.dialects.base import Declared
-from towline.dialects.messages_tools import deferred
 from towline.dialects.reading import (
     INT32,
     as_text,
@@ -110,13 +109,11 @@ def read_template_args(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_wire(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What shapes the answer: whether thinking is shown, and the tools that a reply may use though none are offered."""
+    """What shapes the answer: whether thinking is shown."""
     wire: dict[str, Any] = {}
     thinking = optional_object(body, "thinking") or {}
     if optional_text(thinking, "display", "thinking") == "omitted":
         wire["omit_thinking"] = True
-    if tools := deferred(body):
-        wire["deferred"] = tools
     return wire
 
 

@@ -59,6 +59,8 @@ def whole(request: Request, answer: Answer) -> Response:
 class MessagesStream:
     """The answer as `message_start`, blocks, `message_delta` and `message_stop`."""
 
+    content_type = sse.CONTENT_TYPE
+
     def __init__(self, request: Request, id: str, model: str):
         self._request = request
         self._head = _head(id, model)
@@ -105,6 +107,9 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 def _error_message(error: ApiError) -> str:
     """The reason, with fields named as Anthropic names them (`messages.3.content`)."""
+    if error.capability:
+        # Claude Code sends the request again without what it asked for.
+        return f"capability_rejected: {error.capability}"
     if error.kind is ErrorKind.CONTEXT_LENGTH:
         return _too_long(error.message)
     if not error.param:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import orjson
 
-from towline.conversation import Answer, Message, Request
+from towline.conversation import Answer, Message, Request, Tool
 from towline.dialects import responses_parameters as parameters
 from towline.dialects.base import Call, Known, Response, Route
 from towline.dialects.hints import read_hints
@@ -37,10 +37,10 @@ from towline.dialects.responses_items import (
     read_item,
     type_of,
 )
-from towline.dialects.responses_replies import PREFIX, ResponsesStream, failure, whole
-from towline.dialects.responses_tools import read_tool_choice, read_tools
+from towline.dialects.responses_replies import PREFIX, ResponsesStream, failure, output, whole
+from towline.dialects.responses_tools import found_tools, read_tool_choice, read_tools
 from towline.dialects.sse import dump
-from towline.errors import ApiError
+from towline.errors import ApiError, ErrorKind
 
 _INSTRUCTIONS = "instructions"
 
@@ -61,6 +61,7 @@ class ResponsesDialect:
         Route("DELETE", "/v1/responses/{answer}", "delete_stored"),
         Route("DELETE", "/responses/{answer}", "delete_stored"),
     )
+    told_in_stream: ClassVar[frozenset[ErrorKind]] = frozenset((ErrorKind.CONTEXT_LENGTH,))
 
     def items(self, body: dict[str, Any]) -> list[Any]:
         """The input items, behind the instructions as a pair, which no JSON is equal to."""
@@ -86,13 +87,13 @@ class ResponsesDialect:
             wrong_value("input", "at least one item that says something to the model is needed")
         after.declared = declared = read_tools(body, list(_special(after, ADDITIONAL_TOOLS)), known.declared)
         wire = parameters.read_wire(body)
-        wire["found"] = tuple(item for _, item in _special(after, TOOL_SEARCH_OUTPUT))
         updates = tuple(f"{where}:{CONFIGURATION}" for where, _ in _special(after, CONFIGURATION))
         request = Request(
             dialect=self.name,
             model=model,
             messages=after.messages[:],
             tools=declared.tools,
+            shown=_found(after),
             tool_choice=read_tool_choice(body, declared),
             sampling=parameters.read_sampling(body),
             stream=bool(optional_flag(body, "stream")),
@@ -114,6 +115,9 @@ class ResponsesDialect:
         if not isinstance(given, list) or not any(_is_reference(item) for item in given):
             return body
         return {**body, "input": [_referred(item, output) if _is_reference(item) else item for item in given]}
+
+    def output(self, request: Request, answer: Answer) -> list[Any]:
+        return output(request, answer)
 
     def write(self, request: Request, answer: Answer) -> Response:
         return whole(request, answer)
@@ -177,6 +181,11 @@ def _special(known: Known, kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]
     for index in known.literal:
         if known.items[index].get("type") == kind:
             yield _where(known.items, index), known.items[index]
+
+
+def _found(known: Known) -> tuple[Tool, ...]:
+    """The tools that searches found."""
+    return tuple(tool for where, item in _special(known, TOOL_SEARCH_OUTPUT) for tool in found_tools(item, where))
 
 
 def _where(items: Sequence[Any], index: int) -> str:

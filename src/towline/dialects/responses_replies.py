@@ -17,7 +17,7 @@ from towline.dialects import sse
 from towline.dialects.base import Response
 from towline.dialects.openai_errors import JSON_HEADERS, error_body
 from towline.dialects.responses_grouping import item_id
-from towline.dialects.responses_tools import found_tools, namespace_of
+from towline.dialects.responses_tools import namespace_of
 from towline.dialects.sealed import seal
 from towline.errors import ApiError, ErrorKind
 
@@ -46,15 +46,18 @@ def whole(request: Request, answer: Answer) -> Response:
 class ResponsesStream:
     """The answer as `response.created` … `response.completed`."""
 
+    content_type = sse.CONTENT_TYPE
+
     def __init__(self, request: Request, id: str, created: int, model: str):
         self._request = request
         self._response = _response(request, id, created, model)
         self._number = 0
+        self._after = request.wire.get("after", -1)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = sse.event({"type": kind, "sequence_number": self._number, **fields}, kind)
-        self._number += 1
-        return data
+        number, self._number = self._number, self._number + 1
+        # A client that reads an answer on from some event has those before it.
+        return sse.event({"type": kind, "sequence_number": number, **fields}, kind) if number > self._after else b""
 
     def start(self) -> bytes:
         kinds = ("response.created", "response.in_progress")
@@ -175,10 +178,10 @@ def _finished(body: dict[str, Any], request: Request, answer: Answer) -> dict[st
     ending: dict[str, Any] = {"status": "completed", "completed_at": answer.created}
     if reason is not None:
         ending = {"status": "incomplete", "incomplete_details": {"reason": reason}}
-    return {**body, **ending, "output": _items(request, answer), "usage": _usage(answer.usage)}
+    return {**body, **ending, "output": output(request, answer), "usage": _usage(answer.usage)}
 
 
-def _items(request: Request, answer: Answer) -> list[dict[str, Any]]:
+def output(request: Request, answer: Answer) -> list[dict[str, Any]]:
     """The items of a reply; one of neither words nor calls has an empty message, for the client to send back."""
     reply = answer.replies[0]
     items: list[dict[str, Any]] = []
@@ -214,8 +217,7 @@ def _call(call: ToolCall, request: Request) -> tuple[str, dict[str, Any]]:
 
 def _declared(name: str, request: Request) -> Tool | None:
     """The tool that a model calls by this name: declared, or found by a search."""
-    found = (tool for item in request.wire.get("found", ()) for tool in found_tools(item, ""))
-    return next((tool for tool in chain(request.tools, found) if tool.name == name), None)
+    return next((tool for tool in chain(request.tools, request.shown) if tool.name == name), None)
 
 
 def _logprobs(request: Request, answer: Answer) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import orjson
 _LINE_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 """Characters that JSON leaves bare and that line readers built on `str.splitlines` take for the end of a line."""
 
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 """What ends a stream of OpenAI's."""
 

@@ -173,7 +173,7 @@ def tour(request: Request) -> Say:
         if message.role == "user":
             break
         step += message.role == "assistant"
-    tool = _shell_like(request.tools)
+    tool = shell_like(request.tools)
     if tool is None or step >= 2:
         return Say(f"Done after {step} steps.", "Everything is there; I can answer.")
     count = step + 1
@@ -181,7 +181,7 @@ def tour(request: Request) -> Say:
     return Say("", f"Step {step}: I need {tool.name}.", calls)
 
 
-def _shell_like(tools: Sequence[Tool]) -> Tool | None:
+def shell_like(tools: Sequence[Tool]) -> Tool | None:
     """The tool that most looks as if it ran commands; else the first."""
     for name in ("bash", "shell", "run", "exec", "command", "terminal"):
         for tool in tools:

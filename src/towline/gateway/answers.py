@@ -6,7 +6,8 @@ history of its turn, as it was, with the reply as it was sampled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from towline.conversation import Finish, Message, Request, Tool
 from towline.errors import ApiError, BadRequest, ErrorKind
@@ -63,10 +64,17 @@ def meta_of(request: Request, id: str) -> dict[str, object]:
     return meta
 
 
-def as_request(nodes: Sequence[Node], tools: tuple[Tool, ...]) -> Request:
-    """A request to write a stored answer for."""
-    node = nodes[0]
-    return Request(node.meta.get("dialect", ""), node.model, [], tools, wire={"store": True})
+def as_request(nodes: Sequence[Node], tools: tuple[Tool, ...], query: Mapping[str, str] | None = None) -> Request:
+    """A request to write a stored answer for. `query` says whether it is to be streamed, and from behind which event."""
+    node, asked = nodes[0], query or {}
+    wire: dict[str, Any] = {"store": True}
+    after = asked.get("starting_after", "")
+    if after:
+        if not after.isascii() or not after.isdecimal():
+            raise BadRequest("expected the number of an event", param="starting_after")
+        wire["after"] = int(after)
+    stream = asked.get("stream", "").lower() in ("true", "1")
+    return Request(node.meta.get("dialect", ""), node.model, [], tools, stream=stream, wire=wire)
 
 
 def _split(request: Request) -> tuple[list[Message], list[Message]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ import orjson
 from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
+from towline.conversation import Request
 from towline.crashpoints import crash_point
 from towline.dialects.base import Call, Dialect, Response, Route, Stream
 from towline.errors import ApiError, BadRequest, ErrorKind, FidelityError
@@ -29,7 +31,7 @@ log = logging.getLogger("towline.gateway")
 _IN_PATH = re.compile(r"/s/([A-Za-z0-9_-]{8,200})(/.*)")
 _PIECE = 65_536
 _STORED = ("stored", "delete_stored")
-_SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+_STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class _Left(Exception):
@@ -98,7 +100,7 @@ class Connection:
     async def begin_stream(self, stream: Stream) -> bytes:
         """Send the headers; the first bytes, to go out with what follows."""
         self.stream = stream
-        await self.begin(200, {**_SSE, "content-type": getattr(stream, "content_type", _SSE["content-type"])})
+        await self.begin(200, {"content-type": stream.content_type, **_STREAMED})
         return stream.start()
 
     async def write(self, data: bytes) -> None:
@@ -131,7 +133,7 @@ class ProviderApp:
         """With `only`, the listener serves that one session and no other."""
         self.gateway = gateway
         self.only = only
-        self._fallback = dialects[0]
+        self._dialects = tuple(dialects)
         self._routes = [(_pattern(route), route, dialect) for dialect in dialects for route in dialect.routes]
         self._fixed: dict[tuple[str, str], list[tuple[Route, Dialect]]] = {}
         for _, route, dialect in self._routes:
@@ -142,10 +144,14 @@ class ProviderApp:
         if scope["type"] != "http":
             return
         connection = Connection(receive, send)
-        dialect = self._fallback
+        path, key = _split_path(scope)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        dialect: Dialect | None = None
+
+        async def refuse(error: ApiError) -> None:
+            await _refuse(connection, dialect or self._nearest(path, headers), error)
+
         try:
-            path, key = _split_path(scope)
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             route, dialect, values = self._find(scope["method"], path, headers)
             if route.operation == "probe":
                 await connection.respond(Response(200, b""))
@@ -156,13 +162,13 @@ class ProviderApp:
         except _Left:
             return
         except ApiError as error:
-            await _refuse(connection, dialect, error)
+            await refuse(error)
         except FidelityError:
             log.exception("the exactness invariant is broken; the turn is refused")
-            await _refuse(connection, dialect, ApiError(ErrorKind.INTERNAL, "the gateway refused an inexact turn"))
+            await refuse(ApiError(ErrorKind.INTERNAL, "the gateway refused an inexact turn"))
         except Exception:
             log.exception("unexpected error while answering %s %s", scope["method"], scope["path"].split("/s/")[0])
-            await _refuse(connection, dialect, ApiError(ErrorKind.INTERNAL, "the gateway failed; its log says why"))
+            await refuse(ApiError(ErrorKind.INTERNAL, "the gateway failed; its log says why"))
         finally:
             connection.close()
 
@@ -187,6 +193,12 @@ class ProviderApp:
         if known:
             raise ApiError(ErrorKind.METHOD, f"{method} is not allowed for {path}")
         raise ApiError(ErrorKind.NOT_FOUND, f"no such path: {method} {path}")
+
+    def _nearest(self, path: str, headers: dict[str, str]) -> Dialect:
+        """Whose shape an error has: of those that name the path, or else of all, the one that claims the headers."""
+        named = dict.fromkeys(dialect for pattern, _, dialect in self._routes if pattern.fullmatch(path))
+        among = list(named) or self._dialects
+        return next((dialect for dialect in reversed(among) if dialect.claims(headers)), among[0])
 
     def _authenticate(self, key: str, headers: dict[str, str], query: dict[str, str]) -> Session:
         if not key:
@@ -215,10 +227,11 @@ class ProviderApp:
             await connection.respond(Response(426, b"", {"upgrade": "websocket", "connection": "close"}))
             return
         if route.operation in _STORED:
-            await self._stored(connection, session, dialect, route, call.path["answer"])
+            await self._stored(connection, session, dialect, route, call)
             return
         limit = self.gateway.settings.body_bytes
         call.body = _json(await connection.body(limit, call.headers.get("content-length", "")))
+        request: Request | None = None
         try:
             request, thread = session.read(dialect, call)
             if route.operation == "count_tokens":
@@ -227,6 +240,12 @@ class ProviderApp:
             turns = session.start(request, thread)
         except RecursionError as error:
             raise BadRequest("the body is nested too deeply") from error
+        except ApiError as error:
+            if request is None or not request.stream or error.kind not in dialect.told_in_stream:
+                raise
+            stream = dialect.stream(request, secrets.token_hex(12), int(time.time()), request.model)
+            await connection.end(await connection.begin_stream(stream) + stream.error(error))
+            return
         try:
             if request.stream:
                 await self._stream(connection, session, dialect, turns)
@@ -236,19 +255,25 @@ class ProviderApp:
             session.release(turns, self.gateway.settings.orphan_seconds)
 
     async def _stored(
-        self, connection: Connection, session: Session, dialect: Dialect, route: Route, answer: str
+        self, connection: Connection, session: Session, dialect: Dialect, route: Route, call: Call
     ) -> None:
-        """An answer that was kept under its id: shown again, or forgotten."""
+        """An answer that was kept under its id: shown again, whole or as the stream that it was, or forgotten."""
+        answer = call.path["answer"]
         if route.operation == "delete_stored":
             session.answers.forget(answer)
             body = orjson.dumps({"id": answer, "object": "response", "deleted": True})
             await connection.respond(Response(200, body))
             return
-        turns = session.stored(answer)
+        turns = session.stored(answer, call.query)
         error = await session.failed(turns)
         if error is not None:
             raise error
-        await connection.respond(dialect.write(turns.request, session.answer(turns)))
+        kept = session.answer(turns)
+        if not turns.request.stream:
+            await connection.respond(dialect.write(turns.request, kept))
+            return
+        stream = dialect.stream(turns.request, turns.id, kept.created, kept.model)
+        await connection.end(await connection.begin_stream(stream) + b"".join(stream.finish(kept)))
 
     async def _whole(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns) -> None:
         if not turns.work.done():

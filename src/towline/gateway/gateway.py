@@ -100,6 +100,7 @@ class Gateway:
             await self.engine.start()
         except BaseException:
             await self._journal.close()
+            await self.engine.close()
             raise
 
     async def stop(self) -> None:
@@ -267,8 +268,8 @@ class Gateway:
 
     def _ends(self, session: Session) -> frozenset[int]:
         """The ids that end a message: the codec's, or where that knows none, those that turns were seen to end on."""
-        if self.codec.stop_ids:
-            return self.codec.stop_ids
+        if self.codec.end_ids:
+            return self.codec.end_ids
         stopped = (n for n in session.graph.nodes if n.finish is Finish.STOP and len(n.sampled))
         return frozenset(int(node.sampled[-1]) for node in stopped)
 
@@ -277,12 +278,13 @@ class Gateway:
         prompts: dict[Node, Ids] = {}
         if self.engine.info.capture is not Capture.TOKENS or isinstance(self.codec, ElsewhereCodec):
             return prompts
-        for thread in session.threads:
+        for thread in session.reader.threads:
             node = thread.node
             if node is None or node.finish is None or node.prefill is not None:
                 continue
             try:
-                plain = self.codec.prompt(thread.messages, session.frames[node.key])
+                # A plain server shows the model its own call ids too, where it samples them.
+                plain = self.codec.prompt(session.graph.native(thread.messages), session.frames[node.key])
             except TemplateError:
                 continue
             prompts[node] = np.asarray(plain.ids, np.int32)

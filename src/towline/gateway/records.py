@@ -7,7 +7,7 @@ records. The key of a session is recorded only as a hash.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from towline.conversation import Finish, Hints, Media, Message, Reply, ToolCall
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from towline.gateway.session import Session
 
 SESSION, TOOLS, TURN, DELIVERED, SEALED = "session", "tools", "turn", "delivered", "sealed"
+
+
+_HINTS = tuple(field.name for field in fields(Hints))
 
 
 def session_record(session: Session) -> bytes:
@@ -56,7 +59,7 @@ def turn_record(session: str, node: Node) -> bytes:
         "covered": node.covered,
         "new": [_message_fields(message) for message in node.new],
         "prefill": _message_fields(node.prefill) if node.prefill else None,
-        "hints": asdict(node.hints),
+        "hints": {name: getattr(node.hints, name) for name in _HINTS},
         "system": node.system.hex(),
         "has_tools": node.has_tools,
         "model": node.model,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from towline.config import SamplingSettings
-from towline.conversation import Request
+from towline.conversation import Request, Sampling
 
+_NAMES = tuple(field.name for field in fields(Sampling))
 _LEAST = 1e-6
 """Below this a temperature is 0, and top-p is this: the likeliest token alone either way, as providers take it."""
 
 
 def asked(request: Request) -> dict[str, Any]:
     """What the harness asked, in JSON values: so it compares equal after a restart too."""
-    values = {name: value for name, value in asdict(request.sampling).items() if value not in (None, (), {}, [])}
+    sampling = request.sampling
+    values = {name: value for name in _NAMES if (value := getattr(sampling, name)) not in (None, (), {}, [])}
     if request.sampling.stop:
         values["stop"] = list(request.sampling.stop)
     if request.tool_choice is not None:
@@ -26,7 +28,7 @@ def distribution(fixed: SamplingSettings, request: Request) -> tuple[float, floa
     """Temperature, top-p and top-k of the turn, and what of the harness's wishes is not followed."""
     wished = request.sampling
     overridden = list(wished.other)
-    if request.tool_choice not in (None, "auto", "none"):
+    if request.tool_choice not in (None, "auto") and (request.tools or request.tool_choice != "none"):
         overridden.append("tool_choice")
     if fixed.mode == "harness":
         temperature = fixed.temperature if wished.temperature is None else wished.temperature

@@ -1,9 +1,14 @@
-"""Two listeners in one loop: provider routes for harnesses, control routes for whoever runs them."""
+"""Two listeners in one loop: provider routes for harnesses, control routes for whoever runs them.
+
+A sandbox without a network brings a third kind, a door: a socket that listens inside the sandbox, on which the provider
+routes of one session are served and nothing else.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import math
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -11,6 +16,8 @@ from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from towline.dialects.registry import all_dialects
 from towline.errors import ConfigError
@@ -28,17 +35,49 @@ class _Server(uvicorn.Server):
 
 
 @dataclass(slots=True)
+class Door:
+    """Serves one session on a listener of its own."""
+
+    server: asyncio.Server
+    state: ServerState
+
+    async def close(self) -> None:
+        """Accept no more, and cut the connections that are left: whoever was behind them is gone."""
+        self.server.close()
+        for connection in list(self.state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+        for task in list(self.state.tasks):
+            task.cancel()
+        await asyncio.gather(*self.state.tasks, return_exceptions=True)
+
+
+@dataclass(slots=True)
 class Running:
     """Where the listeners are."""
 
     base_url: str
     control_url: str
     control_key: str
+    provider: ProviderApp
+
+    async def admit(self, listener: socket.socket, session_id: str) -> Door:
+        """Serve the provider routes of one session on `listener`, which the door closes."""
+        app = copy.copy(self.provider)
+        app.only = session_id
+        config = _config(app, 0)
+        config.load()
+        state = ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: HttpToolsProtocol(config, state, {}), sock=listener)
+        return Door(server, state)
 
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # By its name, since a loop of plain asyncio sends small answers at once only on sockets that say they are TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -54,22 +93,20 @@ def _url(listener: socket.socket, host: str) -> str:
     return f"http://{shown}:{listener.getsockname()[1]}"
 
 
-def _serve(app: ASGIApp, drain_seconds: float) -> _Server:
-    return _Server(
-        uvicorn.Config(
-            app,
-            loop="none",
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            # A harness may think for minutes between two calls on one connection.
-            timeout_keep_alive=900,
-            # Longer than the gateway gives turns in flight: whoever waits is answered in his provider's own shape.
-            timeout_graceful_shutdown=math.ceil(drain_seconds) + 5,
-        )
+def _config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # A harness may think for minutes between two calls on one connection.
+        timeout_keep_alive=900,
+        # Longer than the gateway gives turns in flight: whoever waits is answered in his provider's own shape.
+        timeout_graceful_shutdown=math.ceil(drain_seconds) + 5,
     )
 
 
@@ -82,14 +119,16 @@ async def serving(gateway: Gateway, control_key: str) -> AsyncIterator[Running]:
         control = listen(settings.control_host, settings.control_port)
         with contextlib.closing(control):
             base_url = (settings.public_url or _url(provider, settings.host)).rstrip("/")
+            app = ProviderApp(gateway, all_dialects())
+            control_app = Control(gateway, base_url).app(control_key)
             apps = [
-                (_serve(ProviderApp(gateway, all_dialects()), settings.drain_seconds), provider),
-                (_serve(Control(gateway, base_url).app(control_key), settings.drain_seconds), control),
+                (_Server(_config(app, settings.drain_seconds)), provider),
+                (_Server(_config(control_app, settings.drain_seconds)), control),
             ]
             await gateway.open()
             tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in apps]
             try:
-                yield Running(base_url, _url(control, settings.control_host), control_key)
+                yield Running(base_url, _url(control, settings.control_host), control_key, app)
             finally:
                 for server, _ in apps:
                     server.should_exit = True

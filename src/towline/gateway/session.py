@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -20,38 +20,25 @@ from typing import Any
 import numpy as np
 
 from towline.config import SessionSettings
-from towline.conversation import Answer, Finish, Message, Request, Tool, Usage
+from towline.conversation import Answer, Finish, Request, Tool, Usage
 from towline.crashpoints import crash_point
-from towline.dialects.base import Call, Dialect, Known
+from towline.dialects.base import Call, Dialect, Referring
 from towline.engines.base import Engine, Sample, SampleRequest
-from towline.errors import ApiError, BadRequest, EngineError, ErrorKind, TowlineError
+from towline.errors import ApiError, EngineError, ErrorKind, TowlineError
 from towline.gateway import answers, records, sampling, turns
 from towline.gateway.journal import Journal
+from towline.gateway.reading import Reader, Thread
 from towline.gateway.waiting import Waiting
 from towline.tokens import fingerprint
 from towline.tokens.codec import Codec, Frame
 from towline.tokens.continuation import Capture, Plan, Planner, Vanishing
 from towline.tokens.graph import Graph, Node
 from towline.tokens.jinja import TemplateError
-from towline.tokens.settle import bare_id, settle, settled_prefix
+from towline.tokens.settle import bare_id
 
 log = logging.getLogger("towline.gateway")
-_THREADS = 8
-"""Conversations of a session whose last request is kept, so that the next is read incrementally."""
-
-
-@dataclass(slots=True)
-class Thread:
-    """The last request of one conversation, as read."""
-
-    dialect: str
-    known: Known
-    messages: list[Message]
-    """Settled: results in call order."""
-    hashes: list[bytes]
-    node: Node | None = None
-    fresh: int = 0
-    """Where the messages begin that were not in the request before."""
+_MID_SYSTEM = "mid_conv_system"
+"""What Claude Code calls a system message in the middle of a conversation."""
 
 
 @dataclass(slots=True)
@@ -91,14 +78,19 @@ class Session:
             capture=Capture(self.settings.capture),
             noise=noise,
         )
-        self.threads: list[Thread] = []
         self.tools: dict[str, tuple[Tool, ...]] = {}
         self.frames: dict[str, Frame] = {}
         self.native: dict[str, str] = {}
+        """By call id of ours in its bare form, the id that the model itself sampled."""
         self.work: dict[str, asyncio.Task[None]] = {}
         """By turn, until it is in the journal."""
         self.waiting = Waiting()
         self.answers = answers.Answers()
+        self.reader = Reader(self.planner, self.answers, self.native)
+        self.exhausted = asyncio.Event()
+        """Set when a request is refused because a limit of the session is used up."""
+        self.watchers: list[Callable[[Node], None]] = []
+        """Told of every turn that has come to its end and is in the journal."""
         self.sealed = False
         self.stopping = False
         self.started = 0
@@ -126,46 +118,30 @@ class Session:
 
     def read(self, dialect: Dialect, call: Call) -> tuple[Request, Thread]:
         """The neutral request, converted and hashed only where it is new."""
-        thread = self._thread_of(dialect, call)
-        known = thread.known if thread is not None else Known()
-        request, after = dialect.read(call, known)
-        if request.previous:
-            added = len(request.messages)
-            request.messages = self.answers.go_on(request)
-            settle(request.messages, 0, self.native)
-            hashes, fresh = self.planner.hashes(request.messages), len(request.messages) - added
-            return request, Thread(dialect.name, Known(), request.messages, hashes, fresh=fresh)
-        shared = _same(after.messages, known.messages)
-        start = settled_prefix(after.messages, shared)
-        if thread is not None and start:
-            request.messages[:start] = thread.messages[:start]
-        settle(request.messages, start, self.native)
-        hashes = self.planner.hashes(request.messages, thread.hashes if thread is not None else (), start)
-        if len(hashes) != len(request.messages) + 1:
-            hashes = self.planner.hashes(request.messages)
-        previous = thread.node if thread is not None else None
-        return request, Thread(dialect.name, after, request.messages, hashes, previous, start)
+        if isinstance(dialect, Referring):
+            call.body = dialect.with_references(call.body, lambda id: self._output(dialect, id))
+        return self.reader.read(dialect, call)
 
-    def _thread_of(self, dialect: Dialect, call: Call) -> Thread | None:
-        items = dialect.items(call.body)
-        best = None
-        for thread in reversed(self.threads):
-            known = thread.known.items
-            if thread.dialect != dialect.name or not known or not items or known[0] != items[0]:
-                continue
-            if len(known) <= len(items) and known[-1] == items[len(known) - 1]:
-                return thread
-            best = best or thread
-        return best
-
-    def _remember(self, thread: Thread, previous: Node | None) -> None:
-        self.threads = [t for t in self.threads if t.node is None or t.node is not previous][-_THREADS + 1 :]
-        self.threads.append(thread)
+    def _output(self, dialect: Referring, id: str) -> Sequence[Any] | None:
+        """The items of a stored answer, for a request that names them."""
+        try:
+            turns_ = self.stored(id)
+        except ApiError:
+            return None
+        return dialect.output(turns_.request, self.answer(turns_)) if turns_.work.done() else None
 
     # Starting turns
 
     def start(self, request: Request, thread: Thread) -> Turns:
         """Plan the request and begin to sample it; or share the turns that it retries. Ends with `release`."""
+        try:
+            return self._start(request, thread)
+        except ApiError as error:
+            if error.kind is ErrorKind.QUOTA:
+                self.exhausted.set()
+            raise
+
+    def _start(self, request: Request, thread: Thread) -> Turns:
         self._check_open()
         key = self._key_of(request)
         asked = sampling.asked(request)
@@ -183,15 +159,12 @@ class Session:
         id = secrets.token_hex(12)
         nodes = []
         for _ in range(request.sampling.n):
-            try:
-                plan = self.planner.plan(self.graph, request, key, frame, thread.hashes)
-            except TemplateError as error:
-                raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
+            plan = self._plan(request, key, frame, thread)
             room = self._room(request, plan)
             nodes.append(self._open(request, plan, key, room, asked, first, id))
         self.frames[key], self.tools[key] = frame, frame.tools
         thread.node = nodes[-1]
-        self._remember(thread, previous)
+        self.reader.remember(thread, previous)
         self.waiting.join(nodes)
         return Turns(request, nodes, self._gathered(nodes), id)
 
@@ -200,16 +173,33 @@ class Session:
         key = self._key_of(request)
         self._check_size(request, thread, key)
         frame = self.frames.get(key) or Frame(request.tools, self._arguments(request), self.clock)
-        try:
-            plan = self.planner.plan(self.graph, request, key, frame, thread.hashes)
-        except TemplateError as error:
-            raise BadRequest(f"the model's chat template refuses these messages: {error}") from error
+        plan = self._plan(request, key, frame, thread)
         return (plan.parent.end if plan.parent else 0) + len(plan.suffix)
 
-    def stored(self, id: str) -> Turns:
+    def _plan(self, request: Request, key: str, frame: Frame, thread: Thread) -> Plan:
+        try:
+            return self.planner.plan(self.graph, request, key, frame, thread.hashes)
+        except TemplateError as error:
+            capability = _MID_SYSTEM if self._refuses_mid_system(request, frame) else ""
+            reason = f"the model's chat template refuses these messages: {error}"
+            raise ApiError(ErrorKind.BAD_REQUEST, reason, capability=capability) from error
+
+    def _refuses_mid_system(self, request: Request, frame: Frame) -> bool:
+        """Whether the messages that the template refuses are fine without the system messages in their middle."""
+        first, *rest = request.messages
+        others = [message for message in rest if message.role != "system"]
+        if len(others) == len(rest):
+            return False
+        try:
+            self.codec.prompt([first, *others], frame)
+        except TemplateError:
+            return False
+        return True
+
+    def stored(self, id: str, query: Mapping[str, str] | None = None) -> Turns:
         """The turns of an answer that a client asks for again."""
         nodes = self.answers.find(id)
-        request = answers.as_request(nodes, self.tools.get(nodes[0].key, ()))
+        request = answers.as_request(nodes, self.tools.get(nodes[0].key, ()), query)
         return Turns(request, nodes, self._gathered(nodes), nodes[0].meta[answers.ANSWER])
 
     def _gathered(self, nodes: Sequence[Node]) -> asyncio.Future[Any]:
@@ -244,7 +234,7 @@ class Session:
         """Refuse what is far too long without encoding all of it, which would hold up every other session."""
         context = self._context
         tools = () if key in self.frames else request.tools
-        if turns.far_exceeds(self.codec, request.messages[thread.fresh :], tools, context):
+        if turns.far_exceeds(self.codec, thread.fresh, tools, context):
             raise _too_long(context, f"more than {context}")
 
     def _arguments(self, request: Request) -> dict[str, Any]:
@@ -365,6 +355,8 @@ class Session:
             self.failures += isinstance(error, EngineError)
             raise
         self.graph.finish(node)
+        for watcher in self.watchers:
+            watcher(node)
 
     def _take(self, node: Node, wanted: SampleRequest, request: Request, sampled: Sample) -> None:
         if sampled.prompt is not None:
@@ -375,7 +367,9 @@ class Session:
         node.versions = np.ascontiguousarray(sampled.versions, np.int32)
         node.flags += [flag for flag in sampled.flags if flag not in node.flags]
         node.meta["cached_tokens"] = sampled.cached_tokens
-        node.reply, native = turns.read_reply(self.codec, wanted.prompt, sampled, request.tools, node.index)
+        tools = request.tools + request.shown
+        before = node.parent if node.resumes else None
+        node.reply, native = turns.read_reply(self.codec, wanted.prompt, sampled, tools, node.index, before)
         node.finish = sampled.finish
         self.sampled_tokens += len(node.sampled)
         if native:
@@ -474,13 +468,3 @@ def _too_long(context: int, found: str) -> ApiError:
         "Please reduce the length of the messages.",
         param="messages",
     )
-
-
-def _same(after: list[Message], before: list[Message]) -> int:
-    """How many leading messages are the very same objects."""
-    count = 0
-    for mine, theirs in zip(after, before, strict=False):
-        if mine is not theirs:
-            break
-        count += 1
-    return count

@@ -13,6 +13,7 @@ from towline.conversation import Finish, Message, Reply, TokenLogprob, Tool, Too
 from towline.engines.base import Engine, Ids, Sample, SampleRequest
 from towline.errors import EngineError
 from towline.tokens.codec import Codec
+from towline.tokens.graph import Node
 
 _FRUITLESS = 100
 """Aborts in a row without a token before the engine is given up on."""
@@ -75,9 +76,26 @@ def _joined(parts: Sequence[Sample]) -> Sample:
 
 
 def read_reply(
-    codec: Codec, prompt: Ids, sampled: Sample, tools: Sequence[Tool], turn: int
+    codec: Codec, prompt: Ids, sampled: Sample, tools: Sequence[Tool], turn: int, before: Node | None = None
 ) -> tuple[Reply, dict[str, str]]:
-    """The reply, and which ids the model itself gave to calls whose ids were minted."""
+    """The reply, and which ids the model itself gave to calls whose ids were minted.
+
+    `before` is the turn whose unfinished reply this one goes on with: what was opened there, reasoning above all, is still
+    open here, so the two are read together, and the reply is what is new.
+    """
+    if before is not None and sampled.reply is None and (said := before.reply) is not None:
+        begun = _begun(before)
+        whole, native = read_reply(
+            codec,
+            begun.prompt(),
+            replace(sampled, ids=np.concatenate([before.tokens()[begun.prompt_length :], sampled.ids])),
+            tools,
+            turn,
+        )
+        text, reasoning = _whole_reply(before)
+        if not said.tool_calls and whole.text.startswith(text) and (whole.reasoning or "").startswith(reasoning):
+            rest = (whole.reasoning or "")[len(reasoning) :]
+            return replace(whole, text=whole.text[len(text) :], reasoning=rest or None), native
     if sampled.reply is not None:
         made = sampled.reply
         ours = (replace(call, id=mint(turn, n, short=codec.short_call_ids)) for n, call in enumerate(made.tool_calls))
@@ -99,6 +117,23 @@ def read_reply(
         Reply(parsed.text, parsed.reasoning, tuple(calls), sampled.finish, sampled.stop_string, parsed.malformed),
         native,
     )
+
+
+def _begun(node: Node) -> Node:
+    """The turn that began the reply which `node` goes on with."""
+    while node.resumes and node.parent is not None:
+        node = node.parent
+    return node
+
+
+def _whole_reply(node: Node) -> tuple[str, str]:
+    """Text and reasoning of a reply, from its beginning."""
+    text, reasoning = "", ""
+    turn: Node | None = node
+    while turn is not None and turn.reply is not None:
+        text, reasoning = turn.reply.text + text, (turn.reply.reasoning or "") + reasoning
+        turn = turn.parent if turn.resumes else None
+    return text, reasoning
 
 
 def _call(id: str, name: str, arguments: dict[str, object] | str, custom: bool) -> ToolCall:

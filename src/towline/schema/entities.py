@@ -11,6 +11,7 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from towline.errors import TowlineError
 from towline.schema.base import Count, Id, Json, Model, Scores
+from towline.schema.environment import Environment
 from towline.schema.vocabulary import EndReason, RewardStatus, SessionState
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -66,10 +67,11 @@ class Task(Model):
     instruction: str = Field(min_length=1)
     harness: Id
     harness_options: Json = Field(default_factory=dict)
-    environment: Json = Field(default_factory=dict)
-    """The sandbox, its image and its files."""
+    settings: Json = Field(default_factory=dict)
+    """Of the sessions at the gateway: context policy, builder, sampling, limits."""
+    environment: Environment = Field(default_factory=Environment)
     evaluator: Json = Field(default_factory=dict)
-    """Empty: the sessions are not scored."""
+    """`kind` and that kind's options. Empty: the sessions are not scored."""
     num_samples: int = Field(default=1, ge=1)
     """How many sessions make the group."""
     min_samples: int = Field(default=0, ge=0)
@@ -79,6 +81,10 @@ class Task(Model):
     max_attempts: int = Field(default=3, ge=1)
     """How often a session is tried when its infrastructure fails."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
+    max_staleness: Count | None = None
+    """Policy versions that a result may be behind when it is handed out, unless its consumer is stricter."""
+    callback: str | None = None
+    """A URL that is told when the group is complete: a hint, never the only delivery."""
     metadata: Json = Field(default_factory=dict)
 
     @property

@@ -20,7 +20,7 @@ from towline.errors import ConfigError
 
 __all__ = ["STEPS", "Progress", "create", "default_folder"]
 
-STEPS = 600
+STEPS = 700
 """Warm-up steps of the default model."""
 _STAMP = "towline-tiny.json"
 
@@ -116,6 +116,8 @@ def _make(folder: Path, seed: int, steps: int, progress: Progress | None) -> Non
         num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=4096,
+        # Positions are told apart within some hundred tokens, which is all that a session has.
+        rope_theta=1000.0,
         tie_word_embeddings=True,
         # Near 1 / sqrt(hidden): from weights that start smaller, copying is learned many times more slowly.
         initializer_range=0.08,

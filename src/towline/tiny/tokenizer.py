@@ -102,6 +102,7 @@ def _corpus() -> Iterator[str]:
                 json.dumps(call),
                 "tool",
                 *question.choices,
+                registry.UNKNOWN,
             )
         )
     for _ in range(4):

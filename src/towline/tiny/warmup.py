@@ -6,7 +6,9 @@ the result). A model warmed up so speaks the format nearly always and is right a
 right is what reinforcement learning is for.
 
 Since it is known what each random choice was drawn from, the steps learn that whole distribution rather than the one
-draw: the same aim as with more conversations, without their noise.
+draw: the same aim as with more conversations, without their noise. So what stands in a conversation need not be what is
+learned there: some calls name what is not shown and come back as unknown, some questions get an answer without a call.
+They are only context, for the model to find its way back to the format after it has said such a thing itself.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ QUESTIONS = (1, 1, 2, 4)
 RATE = 3e-3
 RISE = 10
 """Steps until the learning rate is reached; then it falls along a cosine to a twentieth."""
+STRAY, BARE = 0.1, 0.05
+"""Shares of questions whose call names anything at all, and of those answered without a call."""
 _NO_IDS = np.empty(0, np.int32)
 
 
@@ -47,7 +51,7 @@ class Row:
     """Place, and the ids that were possible there; one that is listed twice is twice as likely."""
 
     def say(self, ids: Sequence[int], *choices: Sequence[int]) -> None:
-        """Add what is sampled. Each of `choices` has first the id that was drawn, then all it was drawn from."""
+        """Add what is said. Each of `choices` has first the id that stands there, then those that were possible."""
         drawn = {choice[0]: list(choice[1:]) for choice in choices}
         self.targets += [(len(self.ids) + place, drawn.get(id, [id])) for place, id in enumerate(ids)]
         self.ids += ids
@@ -71,14 +75,23 @@ def conversation(codec: Codec, random: Random, questions: int) -> Row:
         messages.append(asked)
         tools = [*instance.tools, question.attribute]
         items = [*instance.records, question.item]
-        call = ToolCall(f"call{place}", random.choice(tools), {"item": (item := random.choice(items))})
+        chance = random.random()
+        if chance < BARE:
+            answer = random.choice(question.choices)
+            last = codec.write(answer, None, [], frame)
+            row.ids += last
+            messages.append(Message("assistant", answer))
+            continue
+        stray = chance < BARE + STRAY
+        item = random.choice(registry.ITEMS if stray else items)
+        call = ToolCall(f"call{place}", random.choice(list(registry.VALUES) if stray else tools), {"item": item})
         said = codec.write("", None, [call], frame)
         row.say(said, _ids(codec, call.name, *tools), _ids(codec, item, *items))
         messages.append(Message("assistant", "", None, (call,)))
         result = Message("tool", instance.lookup(call.name, item), tool_call_id=call.id, name=call.name)
         row.ids += _between(codec, messages, said, result, frame)
         messages.append(result)
-        values = [*question.choices, result.text]
+        values = [*question.choices, *([result.text] if result.text != registry.UNKNOWN else [])]
         answer = random.choice(values)
         last = codec.write(answer, None, [], frame)
         row.say(last, _ids(codec, answer, *values))
@@ -108,7 +121,7 @@ def warm_up(
     import torch
 
     random = Random(f"warm-up {seed}")
-    optimiser = torch.optim.AdamW(decoder.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimiser = torch.optim.AdamW(decoder.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     for step in range(steps):
         questions = random.choice(QUESTIONS)
         count = max(1, round(ROWS / questions**0.7))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,10 @@ def message_json(message: Message) -> dict[str, Any]:
         if getattr(message, name):
             fields[name] = getattr(message, name)
     if message.tool_calls:
-        fields["tool_calls"] = [asdict(call) for call in message.tool_calls]
+        fields["tool_calls"] = [
+            {"id": call.id, "name": call.name, "arguments": call.arguments, "custom": call.custom}
+            for call in message.tool_calls
+        ]
     if message.media:
         fields["media"] = [{"kind": m.kind, "digest": m.digest, "offset": m.offset} for m in message.media]
     return fields

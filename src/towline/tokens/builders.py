@@ -114,14 +114,29 @@ def _stitched(leaf: Node, ends: frozenset[int]) -> list[_Row]:
 
 def _rest(previous: Node, node: Node, ends: frozenset[int]) -> Ids | None:
     """What follows the previous reply in the next prompt, found by counting the messages that end before it."""
-    marks = np.fromiter(ends, np.int32)
-    count = int(np.isin(previous.prompt(), marks).sum())
-    prompt = node.prompt()
-    places = np.flatnonzero(np.isin(prompt, marks))
+    before, prompt, marks = previous.prompt(), node.prompt(), np.fromiter(ends, np.int32)
+    marked = np.flatnonzero(np.isin(before, marks))
+    opening = before[marked[-1] + 1 :] if len(marked) else before
+    count = len(_turn_ends(before, marks, opening))
+    places = _turn_ends(prompt, marks, opening)
     if len(places) <= count:
         return None
     closed = len(previous.sampled) > 0 and int(previous.sampled[-1]) in ends
     return prompt[places[count] + closed :]
+
+
+def _turn_ends(prompt: Ids, marks: Ids, opening: Ids) -> list[int]:
+    """Where messages end, those of the assistant in a row as one: a template may write a reply as several (gpt-oss), and
+    leave some of them out later. `opening` is what an assistant's message begins with."""
+    places: list[int] = np.flatnonzero(np.isin(prompt, marks)).tolist()
+    if not len(opening):
+        return places
+    starts = (0, *(place + 1 for place in places))
+    speaks = [
+        start + len(opening) < len(prompt) and np.array_equal(prompt[start : start + len(opening)], opening)
+        for start in starts
+    ]
+    return [place for index, place in enumerate(places) if not (speaks[index] and speaks[index + 1])]
 
 
 def _own(

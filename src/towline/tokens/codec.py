@@ -69,6 +69,11 @@ class Codec(Protocol):
     name: str
     """How the codec was chosen, for reports: `sentinel`, or the family's name."""
     stop_ids: frozenset[int]
+    """Ids that end a turn when they are sampled."""
+    end_ids: frozenset[int]
+    """Ids that end a message in a prompt: those, and what stands in history only."""
+    shown_media: frozenset[str]
+    """Kinds of media that the model gets to see; of all others it sees a marker."""
     short_call_ids: bool
     """Tool-call ids must be nine alphanumeric characters (Mistral's templates insist)."""
 

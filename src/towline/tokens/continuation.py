@@ -19,7 +19,7 @@ import numpy as np
 from towline.arrays import Ids
 from towline.conversation import Finish, Message, Request
 from towline.schema import ContextPolicy, ForkReason
-from towline.tokens import finding, fingerprint
+from towline.tokens import finding, fingerprint, media
 from towline.tokens.codec import Codec, Encoded, Frame, Unbridgeable
 from towline.tokens.graph import Graph, Node
 
@@ -118,6 +118,11 @@ class Planner:
 
     def plan(self, graph: Graph, request: Request, key: str, frame: Frame, hashes: list[bytes]) -> Plan:
         """Decide and make the prompt. Raises `TemplateError` if the template refuses the messages outright."""
+        plan = self._decide(graph, request, key, frame, hashes)
+        plan.flags += media.not_shown(plan.new, self.codec.shown_media)
+        return plan
+
+    def _decide(self, graph: Graph, request: Request, key: str, frame: Frame, hashes: list[bytes]) -> Plan:
         messages = request.messages
         prefill = messages[-1] if messages[-1].role == "assistant" else None
         plan = Plan(None, np.empty(0, np.int32), hashes[-1], hashes, prefill=prefill, new=messages)

@@ -21,10 +21,11 @@ class ElsewhereCodec:
 
     name = "elsewhere"
     short_call_ids = False
+    shown_media = frozenset(("image",))
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int] = frozenset()):
         self.tokenizer = tokenizer
-        self.stop_ids = stop_ids
+        self.stop_ids = self.end_ids = stop_ids
 
     def prompt(self, messages: Sequence[Message], frame: Frame, *, prefill: bool = False) -> Encoded:
         return Encoded([])

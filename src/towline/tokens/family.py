@@ -18,6 +18,7 @@ import numpy as np
 from towline.arrays import Ids
 from towline.conversation import Message, Tool, ToolCall
 from towline.errors import ConfigError
+from towline.tokens.bounded import Bounded
 from towline.tokens.codec import Encoded, Frame, SpecialText, Unbridgeable
 from towline.tokens.jinja import TemplateError
 from towline.tokens.parser import Parsed, ParsedCall, Unwritable
@@ -25,6 +26,8 @@ from towline.tokens.template import SentinelCodec
 
 _NOT_TRIED = {"default", "qwen3-vl", "gpt-oss"}
 """The generic one, the multimodal ones, and one that downloads a vocabulary of its own: the sentinel serves them."""
+_RENDERERS = 32
+"""Renderers that are kept, one for each set of template arguments that harnesses choose."""
 _STATUS_OK = "ok"
 _REFUSALS = (ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError, NotImplementedError)
 """How renderers say that messages, arguments or a tokenizer are not theirs."""
@@ -35,7 +38,7 @@ class FamilyCodec(SentinelCodec):
 
     def __init__(self, *arguments: Any, family: str, **options: Any):
         self.family = family
-        self._renderers: dict[str, Any] = {}
+        self._renderers: Bounded[str, Any] = Bounded(_RENDERERS)
         super().__init__(*arguments, **options)
         self.name = f"renderers:{family}"
         if self._renderer({}) is None:

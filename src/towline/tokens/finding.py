@@ -39,9 +39,12 @@ def twin(
 ) -> Node | None:
     """The turn that had this very request; rather one that came to something.
 
-    A request with the same fingerprint whose call ids name `found` and not that turn's past is of another branch.
+    A request with the same fingerprint whose call ids name `found` and not that turn's past is of another branch. So is
+    one that ends with a reply of other reasoning, which is to be written on: no fingerprint tells those apart.
     """
     nodes = graph.by_request.get((hashes[-1], key))
+    if nodes and messages[-1].role == "assistant":
+        nodes = [node for node in nodes if node.prefill is None or _thought(node.prefill) == _thought(messages[-1])]
     if not nodes:
         return None
     ids = {bare_id(call.id) for message in messages for call in message.tool_calls}
@@ -151,9 +154,13 @@ def replies(graph: Graph, found: Node, covered: int, messages: Sequence[Message]
 
 def kept(node: Node, message: Message) -> bool:
     """Whether the harness sent the reply's reasoning back."""
-    sent = (node.reply.reasoning or "").strip() if node.reply is not None else ""
-    back = (message.reasoning or "").strip()
+    sent = _thought(node.reply_message()) if node.reply is not None else ""
+    back = _thought(message)
     return not sent or back == sent or (not back and sent in message.text)
+
+
+def _thought(message: Message) -> str:
+    return (message.reasoning or "").strip()
 
 
 def noisy(found: Node, messages: Sequence[Message]) -> bool:

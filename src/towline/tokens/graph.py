@@ -107,6 +107,11 @@ class Node:
         return self.prompt_length + len(self.sampled)
 
     @property
+    def resumes(self) -> bool:
+        """Whether this turn goes on with the reply of its parent, which had no end."""
+        return self.parent is not None and not len(self.suffix)
+
+    @property
     def root(self) -> Node:
         """The first turn of this node's conversation; what a turn comes from never changes, so it is kept."""
         node = self
@@ -147,7 +152,7 @@ class Node:
         message = self.reply.as_message()
         if self.prefill is not None:
             message.text = self.prefill.text + message.text
-            message.reasoning = message.reasoning or self.prefill.reasoning
+            message.reasoning = (self.prefill.reasoning or "") + (message.reasoning or "") or None
         return message
 
 

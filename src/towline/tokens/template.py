@@ -18,13 +18,17 @@ from typing import Any
 from towline.arrays import Ids
 from towline.conversation import Message, Tool, ToolCall
 from towline.schema import ForkReason
+from towline.tokens.bounded import Bounded
 from towline.tokens.codec import Encoded, Frame, SpecialText, Unbridgeable
 from towline.tokens.jinja import ChatTemplate, TemplateError
+from towline.tokens.media import with_markers
 from towline.tokens.parser import FORMATS, Parsed, ParsedCall, detect
 from towline.tokens.selfcheck import CALLED, STAND_IN, TemplateCheck, find_out
 from towline.tokens.settle import bare_id
 from towline.tokens.tokenizer import Tokenizer
 
+_SEAMS = 512
+"""Seams that are remembered: harnesses choose the template's arguments, so there may be any number."""
 _OPENED = re.compile(r"<think>\s*$|\[THINK\]\s*$")
 
 
@@ -58,6 +62,8 @@ class _Seam:
 class SentinelCodec:
     """Any Jinja template with any tokenizer."""
 
+    shown_media: frozenset[str] = frozenset()
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -73,16 +79,17 @@ class SentinelCodec:
         self.template = template
         self.name = "sentinel"
         self.stop_ids = stop_ids
+        self.end_ids = stop_ids | closers
         self.special_text = special_text
         self.format = FORMATS[format or detect(template.source)]
         self._sentinel = "TOWLINE" + secrets.token_hex(8)
         self._probe = "TOWLINE" + secrets.token_hex(8)
         self._mark = "\ue0f5" + secrets.token_hex(8)
         """Stands around special-token text that is to stay plain; like the sentinel, no message can hold it."""
-        self._ends = {text: id for id in stop_ids | closers if (text := tokenizer.token_of(id))}
+        self._ends = {text: id for id in self.end_ids if (text := tokenizer.token_of(id))}
         self._end_pattern = re.compile("|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or r"(?!)")
         self._reasoning_fields = _reasoning_fields(template.source)
-        self._seams: dict[tuple[Any, ...], _Seam] = {}
+        self._seams: Bounded[tuple[Any, ...], _Seam] = Bounded(_SEAMS)
         self.check = TemplateCheck()
         find_out(self)
         self.short_call_ids = self.check.short_call_ids
@@ -91,7 +98,7 @@ class SentinelCodec:
 
     def fields(self, message: Message) -> dict[str, Any]:
         """A message as the template wants it."""
-        text = message.text
+        text = with_markers(message) if message.media else message.text
         if self.special_text is SpecialText.PLAIN and message.role in ("user", "tool"):
             text = self.tokenizer.added_pattern.sub(lambda match: f"{self._mark}{match.group()}{self._mark}", text)
         content: Any = [{"type": "text", "text": text}] if self.check.part_content else text
@@ -283,9 +290,11 @@ class SentinelCodec:
 
     def rewrites(self, before: Sequence[Message], reply: Message, new: Sequence[Message], frame: Frame) -> bool:
         sentinel = self._sentinel
+        # Words where there were none would make it a message of another kind, which some templates show in another way.
+        said_nothing = not reply.text.strip() and bool(reply.tool_calls)
         marked = Message(
             "assistant",
-            reply.text + sentinel,
+            reply.text if said_nothing else reply.text + sentinel,
             reply.reasoning,
             tuple(ToolCall(call.id, call.name, {"s": sentinel}) for call in reply.tool_calls),
         )

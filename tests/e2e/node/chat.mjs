@@ -1,11 +1,11 @@
 // OpenAI chat completions.
 import OpenAI from "openai";
-import { failed, model, output, pixel, stream, system, tool } from "./settings.mjs";
+import { model, output, pixel, stream, system, tool } from "./settings.mjs";
 
-export async function open({ baseURL, key }) {
+export function open({ baseURL, key }) {
   const client = new OpenAI({ baseURL: `${baseURL}/v1`, apiKey: key });
   const messages = [{ role: "system", content: system }];
-  return async (question, calls) => {
+  const ask = async (question, calls) => {
     if (question !== null) {
       const image = { type: "image_url", image_url: { url: `data:image/png;base64,${pixel}` } };
       messages.push({ role: "user", content: [{ type: "text", text: question }, image] });
@@ -29,13 +29,7 @@ export async function open({ baseURL, key }) {
       })),
     };
   };
-}
-
-export async function fail({ baseURL, key }) {
-  const client = new OpenAI({ baseURL: `${baseURL}/v1`, apiKey: key, maxRetries: 0 });
-  try {
-    await client.chat.completions.create({ model, messages: [{ role: "nobody", content: "x" }] });
-  } catch (error) {
-    return failed(error);
-  }
+  const wrong = () => client.chat.completions.create({ model, messages: [{ role: "nobody", content: "x" }], stream });
+  const missing = () => client.chat.completions.retrieve("nothing");
+  return { ask, wrong, missing };
 }

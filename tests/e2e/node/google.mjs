@@ -1,8 +1,8 @@
 // Google generateContent.
 import { GoogleGenAI } from "@google/genai";
-import { failed, model, output, pixel, stream, system, tool } from "./settings.mjs";
+import { model, output, pixel, stream, system, tool } from "./settings.mjs";
 
-export async function open({ baseURL, key }) {
+export function open({ baseURL, key }) {
   const client = new GoogleGenAI({ apiKey: key, httpOptions: { baseUrl: baseURL } });
   const contents = [];
   const config = {
@@ -10,7 +10,7 @@ export async function open({ baseURL, key }) {
     thinkingConfig: { includeThoughts: true },
     tools: [{ functionDeclarations: [{ name: tool.name, description: tool.description, parametersJsonSchema: tool.parameters }] }],
   };
-  return async (question, calls) => {
+  const ask = async (question, calls) => {
     const parts = [...calls]
       .reverse()
       .map((call) => ({ functionResponse: { id: call.id, name: call.name, response: { output: output(call) } } }));
@@ -37,13 +37,10 @@ export async function open({ baseURL, key }) {
         .map(({ functionCall }) => ({ id: functionCall.id, name: functionCall.name, arguments: functionCall.args })),
     };
   };
-}
-
-export async function fail({ baseURL, key }) {
-  const client = new GoogleGenAI({ apiKey: key, httpOptions: { baseUrl: baseURL } });
-  try {
-    await client.models.generateContent({ model, contents: [{ role: "nobody", parts: [{ text: "x" }] }] });
-  } catch (error) {
-    return failed(error);
-  }
+  const wrong = () => {
+    const body = { model, contents: [{ role: "nobody", parts: [{ text: "x" }] }] };
+    return stream ? client.models.generateContentStream(body) : client.models.generateContent(body);
+  };
+  const missing = () => client.files.get({ name: "nothing" });
+  return { ask, wrong, missing };
 }

@@ -1,9 +1,12 @@
-// One conversation of an agent with tools, told through one official SDK. Settings come from the environment; what the
-// SDK parsed goes to standard output as JSON: {turns: [{text, reasoning, calls: [{id, name, arguments}]}], failure}.
-const { SDK, BASE_URL, KEY } = process.env;
+// One conversation of an agent with tools, told through one official SDK, and then all that can go wrong. Settings come from
+// the environment; what the SDK parsed and threw goes to standard output as JSON:
+// {turns: [{text, reasoning, calls: [{id, name, arguments}]}], failures: {kind: {name, status, message}}}.
+import { failed } from "./settings.mjs";
+
+const { SDK, BASE_URL, KEY, SHORT_KEY } = process.env;
 const questions = ["List the files, please.", "Once more, please."];
-const client = await import(new URL(`./${SDK}.mjs`, import.meta.url));
-const ask = await client.open({ baseURL: BASE_URL, key: KEY });
+const { open } = await import(new URL(`./${SDK}.mjs`, import.meta.url));
+const { ask } = open({ baseURL: BASE_URL, key: KEY });
 const turns = [];
 for (const question of questions) {
   let turn = await ask(question, []);
@@ -13,5 +16,12 @@ for (const question of questions) {
     turns.push(turn);
   }
 }
-const failure = await client.fail({ baseURL: BASE_URL, key: KEY });
-process.stdout.write(JSON.stringify({ turns, failure }));
+const short = open({ baseURL: BASE_URL, key: SHORT_KEY });
+const stranger = open({ baseURL: BASE_URL, key: "nobody's" });
+const failures = {
+  unauthorised: await failed(() => stranger.ask("Hi.", [])),
+  too_long: await failed(() => short.ask("word ".repeat(3000), [])),
+  wrong: await failed(short.wrong),
+  missing: await failed(short.missing),
+};
+process.stdout.write(JSON.stringify({ turns, failures }));

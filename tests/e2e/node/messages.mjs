@@ -1,11 +1,11 @@
 // Anthropic messages.
 import Anthropic from "@anthropic-ai/sdk";
-import { failed, model, output, pixel, stream, system, tool } from "./settings.mjs";
+import { model, output, pixel, stream, system, tool } from "./settings.mjs";
 
-export async function open({ baseURL, key }) {
+export function open({ baseURL, key }) {
   const client = new Anthropic({ baseURL, apiKey: key });
   const messages = [];
-  return async (question, calls) => {
+  const ask = async (question, calls) => {
     const content = [...calls]
       .reverse()
       .map((call) => ({ type: "tool_result", tool_use_id: call.id, content: output(call) }));
@@ -34,13 +34,7 @@ export async function open({ baseURL, key }) {
         .map((block) => ({ id: block.id, name: block.name, arguments: block.input })),
     };
   };
-}
-
-export async function fail({ baseURL, key }) {
-  const client = new Anthropic({ baseURL, apiKey: key, maxRetries: 0 });
-  try {
-    await client.messages.create({ model, max_tokens: 5, messages: [{ role: "nobody", content: "x" }] });
-  } catch (error) {
-    return failed(error);
-  }
+  const wrong = () => client.messages.create({ model, max_tokens: 5, messages: [{ role: "nobody", content: "x" }], stream });
+  const missing = () => client.messages.batches.retrieve("nothing");
+  return { ask, wrong, missing };
 }

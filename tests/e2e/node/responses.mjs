@@ -1,11 +1,11 @@
 // OpenAI responses.
 import OpenAI from "openai";
-import { failed, model, output, pixel, stream, system, tool } from "./settings.mjs";
+import { model, output, pixel, stream, system, tool } from "./settings.mjs";
 
-export async function open({ baseURL, key }) {
+export function open({ baseURL, key }) {
   const client = new OpenAI({ baseURL: `${baseURL}/v1`, apiKey: key });
   const input = [];
-  return async (question, calls) => {
+  const ask = async (question, calls) => {
     if (question !== null) {
       const image = { type: "input_image", image_url: `data:image/png;base64,${pixel}`, detail: "auto" };
       input.push({ role: "user", content: [{ type: "input_text", text: question }, image] });
@@ -34,13 +34,7 @@ export async function open({ baseURL, key }) {
         .map((item) => ({ id: item.call_id, name: item.name, arguments: JSON.parse(item.arguments) })),
     };
   };
-}
-
-export async function fail({ baseURL, key }) {
-  const client = new OpenAI({ baseURL: `${baseURL}/v1`, apiKey: key, maxRetries: 0 });
-  try {
-    await client.responses.create({ model, input: [{ role: "nobody", content: "x" }] });
-  } catch (error) {
-    return failed(error);
-  }
+  const wrong = () => client.responses.create({ model, input: [{ role: "nobody", content: "x" }], stream });
+  const missing = () => client.responses.retrieve("resp_0a");
+  return { ask, wrong, missing };
 }

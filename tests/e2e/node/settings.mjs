@@ -10,4 +10,12 @@ export const tool = {
 export const pixel =
   "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==";
 export const output = (call) => `output of ${call.arguments.command}`;
-export const failed = (error) => ({ name: error.constructor.name, status: error.status ?? error.code ?? null });
+// What an SDK throws: its class, the status that it took from the answer, and what it says.
+export async function failed(act) {
+  try {
+    await act();
+  } catch (error) {
+    return { name: error.constructor.name, status: error.status ?? null, message: error.message };
+  }
+  return { name: "nothing", status: 200, message: "" };
+}

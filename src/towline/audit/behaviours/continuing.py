@@ -7,15 +7,17 @@ from typing import Any
 
 from towline.audit import content
 from towline.audit.behaviours.registry import behaviour
-from towline.audit.play import Expected, Play, Wired
+from towline.audit.play import Expected, Play
 from towline.audit.script import Line
+from towline.audit.tongues import REASONING, Wired
 
 REMINDER = r"\s*<system-reminder>.*?</system-reminder>"
 BILLING = r"x-anthropic-billing-header: [^\n]*\n"
 
 
 def without_reasoning(message: Wired) -> Wired:
-    return {name: value for name, value in message.items() if name != "reasoning_content"}
+    """Neither in the open nor sealed."""
+    return {name: value for name, value in message.items() if name not in REASONING}
 
 
 @behaviour(free=True)
@@ -80,17 +82,19 @@ async def reserialised(play: Play) -> Expected:
 
 @behaviour("reasoning", free=True)
 async def reasoning_echoed(play: Play) -> Expected:
-    """Sends reasoning back, under the other names that servers use for it or inside the text."""
+    """Sends reasoning back: in the open, under another name, inside the text, or sealed alone where it was sealed."""
 
     def echo(message: Wired) -> Wired:
         thought = message.get("reasoning_content")
         if not thought:
             return message
         rest = without_reasoning(message)
-        place = play.random.choice(("reasoning", "reasoning_content", "text"))
+        place = play.random.choice(("reasoning", "reasoning_content", "text", "signature"))
+        if place == "signature" and message.get("signature"):
+            return {**rest, "signature": message["signature"]}
         if place == "text":
             return {**rest, "content": f"<think>\n{thought}\n</think>\n\n{rest['content'] or ''}"}
-        return {**rest, place: thought}
+        return {**rest, "reasoning" if place == "signature" else place: thought}
 
     thread = play.thread(echo=echo)
     await thread.work(3, reasoning=True)
@@ -134,7 +138,7 @@ async def call_ids_altered(play: Play) -> Expected:
     return Expected()
 
 
-@behaviour(free=True)
+@behaviour(free=True, dialects=("chat", "responses", "messages"))
 async def content_flips(play: Play) -> Expected:
     """Marks the newest message for a cache, which makes its content a list; in the next request it is a string again."""
 
@@ -176,7 +180,7 @@ async def results_out_of_order(play: Play) -> Expected:
     return Expected()
 
 
-@behaviour(free=True)
+@behaviour(free=True, dialects=("chat", "responses", "messages"))
 async def fields_differ(play: Play) -> Expected:
     """Adds and drops fields that mean nothing, and calls the system prompt a developer's."""
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from towline.audit import content
 from towline.audit.behaviours.continuing import without_reasoning
 from towline.audit.behaviours.registry import behaviour
-from towline.audit.play import Expected, Play, Wired
+from towline.audit.play import Expected, Play
 from towline.audit.script import Line
+from towline.audit.tongues import Wired
 
 
 @behaviour("tools", "reasoning", settings={"policy": "as_sent"})
@@ -245,7 +246,7 @@ async def twins(play: Play) -> Expected:
     return Expected(chains=2, forks={"sibling": 1})
 
 
-@behaviour()
+@behaviour(dialects=("chat", "google"))
 async def several_samples(play: Play) -> Expected:
     """Asks for three samples at once, and goes on from one."""
     thread = play.thread()

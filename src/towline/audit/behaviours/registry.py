@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from towline.audit.play import Expected, Play
+from towline.audit.tongues import DIALECTS
 
 Act = Callable[[Play], Awaitable[Expected]]
 
@@ -28,6 +29,8 @@ class Behaviour:
     """The share of tokens to split, where it matters."""
     updates: bool = False
     """Changes the engine's weights, under everybody's feet."""
+    dialects: tuple[str, ...] = DIALECTS
+    """Those in which it can be told."""
 
 
 _ALL: dict[str, Behaviour] = {}
@@ -39,12 +42,13 @@ def behaviour(
     free: bool = False,
     split: float | None = None,
     updates: bool = False,
+    dialects: tuple[str, ...] = DIALECTS,
 ) -> Callable[[Act], Act]:
     """Put a function on the list, under its own name."""
 
     def register(act: Act) -> Act:
         name, about = act.__name__, (act.__doc__ or "").strip()
-        _ALL[name] = Behaviour(name, act, about, frozenset(needs), settings or {}, free, split, updates)
+        _ALL[name] = Behaviour(name, act, about, frozenset(needs), settings or {}, free, split, updates, dialects)
         return act
 
     return register

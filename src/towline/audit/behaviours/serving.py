@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from towline.audit.behaviours.registry import behaviour
-from towline.audit.play import Expected, Play, Thread, Wired, until
+from towline.audit.play import Expected, Play, Thread, until
 from towline.audit.script import Line
+from towline.audit.tongues import Wired
 from towline.audit.wires import Left
 
 RETRY = {"x-stainless-retry-count": "1"}

@@ -1,0 +1,2 @@
+#!/bin/sh
+sh /tests/same.sh /app/stock.tsv

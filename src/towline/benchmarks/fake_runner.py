@@ -1,0 +1,223 @@
+"""A runner that runs nothing: sessions that end at once with a small, valid trajectory, for the server's own figures and
+tests.
+
+What a session does is in its task's `harness_options`: `seconds` before it ends, `fail` (how many attempts fail), `lose`
+(how many are lost with their node), `hopeless`, `empty` (nothing to learn from), `hang` (until it is cancelled). A list
+gives each sample its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from towline.engines.base import PauseMode
+from towline.errors import EngineError
+from towline.schema import (
+    EndReason,
+    FidelityReport,
+    Reward,
+    SandboxKind,
+    Session,
+    SessionState,
+    Task,
+    Trace,
+    Trajectory,
+    Turn,
+)
+from towline.server.runner import InvalidTask, NodeLost
+
+_PROMPT, _SAMPLED = 24, 16
+"""Tokens of a session."""
+
+
+@dataclass(slots=True)
+class FakeOutcome:
+    session: Session
+    trajectory: Trajectory
+    hopeless: bool = False
+
+    @property
+    def usable(self) -> bool:
+        return self.session.state is SessionState.DONE and self.trajectory.report.trained_tokens > 0
+
+
+class FakeRunner:
+    name = "fake"
+
+    def __init__(self, capacity: int = 64):
+        self.capacity = capacity
+        self.changed: Callable[[Session], None] | None = None
+        self.version = 0
+        self.paused = False
+        self.started: list[str] = []
+        """Sessions in the order they came."""
+        self.most = 0
+        """Most sessions at a time."""
+        self.forgotten: list[str] = []
+        self.erased: set[str] = set()
+        self.closed = False
+        self._flying: dict[str, asyncio.Event] = {}
+
+    def check(self, task: Task) -> None:
+        if task.harness != "fake":
+            raise InvalidTask("harness", f"no harness {task.harness!r}; there is: fake")
+        unknown = set(task.harness_options) - {"seconds", "fail", "lose", "hopeless", "empty", "hang"}
+        if unknown:
+            raise InvalidTask("harness_options", f"harness fake has no option {min(unknown)!r}")
+
+    def reaches(self, task: Task) -> list[str]:
+        return ["environment.sandbox"] if task.environment.sandbox is SandboxKind.PROCESS else []
+
+    def watch(self, changed: Callable[[Session], None]) -> None:
+        self.changed = changed
+
+    def submit(self, task: Task, session: Session) -> Awaitable[FakeOutcome]:
+        self._flying[session.session_id] = asyncio.Event()
+        self.started.append(session.session_id)
+        self.most = max(self.most, len(self._flying))
+        return self._run(task, session)
+
+    async def _run(self, task: Task, session: Session) -> FakeOutcome:
+        options = {name: _of(value, session.sample) for name, value in task.harness_options.items()}
+        cancelled = self._flying[session.session_id]
+        try:
+            for state in (SessionState.INIT, SessionState.READY, SessionState.RUNNING):
+                session = session.advance(state, at=time.time())
+                if self.changed is not None:
+                    self.changed(session)
+            seconds = 3600.0 if options.get("hang") else float(options.get("seconds", 0.0))
+            if seconds:
+                await asyncio.wait([asyncio.ensure_future(cancelled.wait())], timeout=seconds)
+            else:
+                await asyncio.sleep(0)
+            if cancelled.is_set():
+                return self._ended(task, session, SessionState.CANCELLED, EndReason.CANCELLED)
+            if session.attempt <= int(options.get("lose", 0)):
+                raise NodeLost("the fake node is gone")
+            if session.attempt <= int(options.get("fail", 0)):
+                return self._ended(task, session, SessionState.FAILED, None, hopeless=bool(options.get("hopeless")))
+            session = session.advance(SessionState.BUILDING, at=time.time())
+            return self._ended(task, session, SessionState.DONE, EndReason.EXITED, empty=bool(options.get("empty")))
+        finally:
+            self._flying.pop(session.session_id, None)
+
+    def _ended(
+        self,
+        task: Task,
+        session: Session,
+        state: SessionState,
+        end: EndReason | None,
+        *,
+        hopeless: bool = False,
+        empty: bool = False,
+    ) -> FakeOutcome:
+        error = "the fake failed" if state is SessionState.FAILED else "nothing was sampled" if empty else None
+        session = session.advance(state, at=time.time(), end_reason=end, error=error)
+        full = state is SessionState.DONE and not empty
+        trajectory = fake_trajectory(session, version=self.version, full=full, error=error)
+        return FakeOutcome(session, trajectory, hopeless)
+
+    def cancel(self, session_id: str) -> None:
+        if session_id in self._flying:
+            self._flying[session_id].set()
+
+    def forget(self, task_id: str) -> None:
+        self.forgotten.append(task_id)
+
+    async def recover(self, lost: Collection[str]) -> AsyncIterator[Trajectory]:
+        for _ in ():
+            yield _
+
+    async def discard(self, session_id: str) -> None:
+        return None
+
+    async def erase(self, session_ids: Collection[str]) -> None:
+        self.erased.update(session_ids)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"name": self.name, "capacity": self.capacity, "active": len(self._flying)}]
+
+    async def pause(self, mode: PauseMode, deadline: float | None) -> None:
+        self.paused = True
+
+    async def resume(self, version: int | None) -> None:
+        self.paused = False
+        self.version = self.version if version is None else version
+
+    async def update_weights(self, folder: Path, version: int) -> None:
+        if not await asyncio.to_thread((folder / "weights").exists):
+            raise EngineError(f"{folder} holds no weights")
+        self.version = version
+
+    async def close(self) -> None:
+        for cancelled in self._flying.values():
+            cancelled.set()
+        self.closed = True
+
+
+def _of(value: Any, sample: int) -> Any:
+    return value[sample % len(value)] if isinstance(value, list) else value
+
+
+def fake_trajectory(session: Session, *, version: int, full: bool, error: str | None = None) -> Trajectory:
+    """One turn, trained; or nothing. What is checked once is not checked again: only names differ."""
+    if not full:
+        return Trajectory(
+            session_id=session.session_id,
+            group_id=session.task_id,
+            state=session.state,
+            end_reason=session.end_reason,
+            error=error,
+            created=session.created,
+        )
+    made = _full(session.sample % 2, version)
+    names = {"rollout_id": session.session_id, "group_id": session.task_id}
+    traces = [trace.model_copy(update=names) for trace in made.traces]
+    changes = {"session_id": session.session_id, "group_id": session.task_id, "created": session.created}
+    return made.model_copy(update=changes | {"traces": traces})
+
+
+@cache
+def _full(sample: int, version: int) -> Trajectory:
+    prompt, sampled = np.arange(_PROMPT, dtype=np.int32), np.arange(_SAMPLED, dtype=np.int32) + sample
+    logprobs, versions = np.full(_SAMPLED, -0.5, np.float32), np.full(_SAMPLED, version, np.int32)
+    before = np.zeros(_PROMPT, np.int32)
+    turn = Turn(
+        id="turn-0",
+        index=0,
+        prompt_length=_PROMPT,
+        suffix=prompt,
+        sampled=sampled,
+        logprobs=logprobs,
+        versions=versions,
+        finish="stop",
+    )
+    trace = Trace(
+        trace_id="trace-0",
+        rollout_id="session",
+        group_id="task",
+        token_ids=np.concatenate([prompt, sampled]),
+        loss_mask=np.concatenate([before, np.ones(_SAMPLED)]).astype(np.uint8),
+        logprobs=np.concatenate([before.astype(np.float32), logprobs]),
+        policy_versions=np.concatenate([before - 1, versions]),
+        turn_ids=np.concatenate([before - 1, np.zeros(_SAMPLED, np.int32)]),
+        finish_reason="stop",
+    )
+    trajectory = Trajectory(
+        session_id="session",
+        group_id="task",
+        turns=[turn],
+        traces=[trace],
+        state=SessionState.DONE,
+        end_reason=EndReason.EXITED,
+        report=FidelityReport(turns=1, chains=1, trained_tokens=_SAMPLED),
+    )
+    return trajectory.with_reward(Reward(value=float(sample), evaluator="fake"))

@@ -1,0 +1,241 @@
+"""`towline submit`, `status`, `tail`, `cancel` and `export`: a running service, from the command line."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from towline.cli import common, work
+from towline.cli.loading import UNNAMED, load_tasks
+from towline.client import Client
+from towline.errors import ConfigError
+from towline.schema import Policy, Task, TaskState, TaskStatus
+from towline.view import visible
+
+_PATIENCE = 10.0
+"""Seconds that a person at a terminal waits for a service that does not answer."""
+_SHOWN = 20
+"""Tasks that the live table lists."""
+
+Url = Annotated[str | None, typer.Option(envvar="TOWLINE_URL", help="Where the service is. Default 127.0.0.1:8600.")]
+Key = Annotated[str | None, typer.Option(envvar="TOWLINE_KEY", help="Its key; better by the variable than as a word.")]
+Ids = Annotated[list[str], typer.Argument(help="Task ids, as `submit` and `status` give them.", metavar="TASK_ID…")]
+
+
+def submit(
+    tasks: work.Tasks,
+    harness: Annotated[str, typer.Option(help="For tasks that name none of their own.")] = "",
+    samples: Annotated[int | None, typer.Option(help="Sessions a task. Default: what the task says.", min=1)] = None,
+    option: work.Option = None,
+    priority: Annotated[int | None, typer.Option(help="Higher runs earlier.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Come back when all of them have ended.")] = False,
+    url: Url = None,
+    key: Key = None,
+    as_json: common.Json = False,
+) -> None:
+    """Submit tasks to a service. Submitting the same tasks again changes nothing."""
+    console = common.console(as_json)
+    loaded = load_tasks(tasks, harness, samples, option or [], console)
+    if any(task.harness == UNNAMED for task in loaded):
+        raise ConfigError("say which --harness is to run the tasks that name none (see `towline harness list`)")
+    if priority is not None:
+        loaded = [Task.model_validate(task.__dict__ | {"priority": priority}) for task in loaded]
+    with Client(url, key, patience=_PATIENCE) as client:
+        accepted = client.submit(loaded)
+        ended = [client.wait(one.task_id) for one in accepted] if wait else []
+    if as_json:
+        told = ended or accepted
+        print(json.dumps([one.model_dump(mode="json") for one in told]))
+        return
+    new = sum(one.created for one in accepted)
+    sessions = sum(one.sessions for one in accepted if one.created)
+    console.print(f"{new} tasks submitted, {sessions} sessions; {len(accepted) - new} were there already")
+    for status in ended:
+        console.print(
+            f"  {status.task_id}  {status.state}  {status.usable} of {status.num_samples} usable", markup=False
+        )
+
+
+def status(
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Tasks to show with their sessions.", metavar="TASK_ID…")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once instead of following it.")] = False,
+    url: Url = None,
+    key: Key = None,
+    as_json: common.Json = False,
+) -> None:
+    """Show what a service is doing, live; or the sessions of tasks."""
+    console = common.console(as_json)
+    with Client(url, key, patience=_PATIENCE) as client:
+        if ids:
+            _tasks(client, ids, console, as_json)
+            return
+        if as_json:
+            print(json.dumps(_overview(client)))
+            return
+        if once or not console.is_terminal:
+            console.print(_table(client.policy(), client.nodes(), client.tasks()))
+            return
+        try:
+            with Live(console=console, auto_refresh=False) as live:
+                while True:
+                    began = time.monotonic()
+                    live.update(_table(client.policy(), client.nodes(), client.tasks()), refresh=True)
+                    # A service with very many tasks is not asked for all of them every second.
+                    time.sleep(max(1.0, 5 * (time.monotonic() - began)))
+        except KeyboardInterrupt:
+            return
+
+
+def tail(
+    after: Annotated[int | None, typer.Option(help="Begin behind this event. Default: from now on.")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="task, session, result, policy, node. Repeatable.")] = None,
+    limit: Annotated[int | None, typer.Option(help="End after so many.", min=1)] = None,
+    url: Url = None,
+    key: Key = None,
+    as_json: common.Json = False,
+) -> None:
+    """Print what happens at a service, as it happens."""
+    console, left = Console(), limit
+    with Client(url, key, patience=_PATIENCE) as client:
+        try:
+            for event in client.events(after):
+                if kind and event.kind not in kind:
+                    continue
+                if as_json:
+                    print(event.model_dump_json(), flush=True)
+                else:
+                    when = time.strftime("%H:%M:%S", time.localtime(event.at))
+                    line = Text().append(f"{when} {event.seq:>7} ", "dim").append(f"{event.kind:8}", "bold")
+                    said = "  ".join(f"{name}={_short(value)}" for name, value in event.body.items())
+                    console.print(line.append(f" {said}", ""), highlight=False, soft_wrap=True)
+                if left is not None and (left := left - 1) <= 0:
+                    return
+        except KeyboardInterrupt:
+            return
+
+
+def cancel(ids: Ids, url: Url = None, key: Key = None, as_json: common.Json = False) -> None:
+    """Cancel tasks: their sessions end, and what was sampled is kept."""
+    with Client(url, key, patience=_PATIENCE) as client:
+        done = [client.cancel(name) for name in ids]
+    if as_json:
+        print(json.dumps([one.model_dump(mode="json") for one in done]))
+        return
+    for one in done:
+        print(f"{one.task_id}  {one.state}  {one.finished} of {one.num_samples} had finished")
+
+
+class What(StrEnum):
+    TRACES = "traces"
+    """The training rows, one a line."""
+    TRAJECTORIES = "trajectories"
+    """Whole sessions: turns, messages, rows."""
+
+
+def export(
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Which tasks. Default: all that are done.", metavar="TASK_ID…")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The file: .parquet, .arrow or .jsonl.")] = Path("traces.parquet"),
+    what: Annotated[What, typer.Option(help="The training rows, or whole sessions.")] = What.TRACES,
+    usable: Annotated[bool, typer.Option("--usable", help="Leave out what a trainer cannot learn from.")] = False,
+    url: Url = None,
+    key: Key = None,
+    as_json: common.Json = False,
+) -> None:
+    """Write the trajectories of tasks to a file. Nothing is leased or acknowledged: consumers see what they did."""
+    from towline.datasets import export as exporting
+
+    console = common.console(as_json)
+    with Client(url, key, patience=_PATIENCE) as client, exporting.opened(out, whole=what is What.TRAJECTORIES) as file:
+        names = ids or [one.task_id for one in client.tasks(TaskState.DONE)]
+        with common.reporting(console, "export") as report:
+            for number, name in enumerate(names, 1):
+                ended = [one for one in client.task(name).sessions if one.state.terminal]
+                found = client.trajectories([one.session_id for one in ended])
+                file.add([one for one in found if not usable or exporting.is_usable(one)])
+                report(number, len(names), name)
+    told = {"out": str(out), "tasks": len(names), "sessions": file.sessions, "rows": file.rows}
+    if as_json:
+        print(json.dumps(told))
+    else:
+        console.print(f"{told['sessions']} sessions of {told['tasks']} tasks, {told['rows']} rows, in {out}")
+
+
+# Showing
+
+
+def _overview(client: Client) -> dict[str, Any]:
+    found = client.tasks()
+    return {
+        "policy": client.policy().model_dump(mode="json"),
+        "nodes": client.nodes(),
+        "tasks": {state.value: sum(one.state is state for one in found) for state in TaskState},
+        "sessions": {
+            "asked": sum(one.num_samples for one in found),
+            "finished": sum(one.finished for one in found),
+            "usable": sum(one.usable for one in found),
+        },
+    }
+
+
+def _tasks(client: Client, ids: list[str], console: Console, as_json: bool) -> None:
+    found = [client.task(name) for name in ids]
+    if as_json:
+        print(json.dumps([one.model_dump(mode="json") for one in found]))
+        return
+    for one in found:
+        console.print(f"[bold]{common.plain(one.task_id)}[/] {one.state}, {one.usable} usable of {one.num_samples}")
+        table = Table("session", "sample", "attempt", "state", "ended", "error", box=None, pad_edge=False)
+        for session in one.sessions:
+            row = (session.session_id, str(session.sample), str(session.attempt), session.state.value)
+            table.add_row(*map(Text, (*row, str(session.end_reason or ""), visible(session.error or ""))))
+        console.print(table)
+
+
+def _table(policy: Policy, nodes: list[dict[str, Any]], tasks: list[TaskStatus]) -> RenderableType:
+    states = Counter(one.state for one in tasks)
+    asked, finished = sum(one.num_samples for one in tasks), sum(one.finished for one in tasks)
+    head = Text().append("policy ", "dim").append(f"version {policy.version}", "bold")
+    head.append("  paused" if policy.paused else "", "yellow").append("   tasks ", "dim")
+    for state in TaskState:
+        head.append(f"{state} ", "dim").append(f"{states[state]}  ", "bold" if states[state] else "dim")
+    head.append("  sessions ", "dim").append(f"{finished} of {asked}", "bold")
+    parts: list[RenderableType] = [head]
+    for node in nodes:
+        line = Text().append("node ", "dim").append(str(node.get("name", "")), "bold")
+        for name, value in node.items():
+            if name not in ("name", "sessions") and value not in ("", {}, []):
+                line.append(f"  {name} ", "dim").append(_short(value))
+        parts.append(line)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("task", "state", "finished", "usable", ""):
+        table.add_column(name, overflow="fold")
+    # Those under way first, then what changed last.
+    order = {TaskState.RUNNING: 0, TaskState.QUEUED: 1}
+    for one in sorted(tasks, key=lambda task: (order.get(task.state, 2), -task.updated))[:_SHOWN]:
+        bar = ProgressBar(total=max(1, one.num_samples), completed=one.finished, width=20)
+        row = (Text(visible(one.task_id)), one.state.value, f"{one.finished}/{one.num_samples}", str(one.usable), bar)
+        table.add_row(*row)
+    if len(tasks) > _SHOWN:
+        table.add_row(f"and {len(tasks) - _SHOWN} more", "", "", "", "")
+    return Group(*parts, table)
+
+
+def _short(value: Any, most: int = 120) -> str:
+    """A value on one line; what a harness or a model had a say in cannot move the cursor."""
+    text = visible(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,0 +1,207 @@
+"""`towline train`: asynchronous GRPO over a rollout service, with the reference trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from towline.cli import common
+from towline.cli.loading import load_tasks
+from towline.errors import ConfigError
+from towline.schema import SandboxKind, Task
+
+if TYPE_CHECKING:
+    from towline.client import Client
+    from towline.trainers.grpo import Grpo, Step
+
+
+def train(
+    tasks: Annotated[
+        list[str] | None, typer.Argument(help="Tasks to train on, taken in turn; see `towline run`.", metavar="TASK…")
+    ] = None,
+    registry: Annotated[
+        bool, typer.Option("--registry", help="Train on the tiny model's own questions, and measure on held-out ones.")
+    ] = False,
+    harness: Annotated[str, typer.Option(help="The agent program of tasks that name none.")] = "",
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of the harness, `name=value`. Repeatable.")
+    ] = None,
+    model: common.ModelFolder = None,
+    url: Annotated[
+        str | None, typer.Option(help="A running service. Default: one of its own, on this machine.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of checkpoints and metrics. Default: runs/train-TIME.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Updates.", min=1)] = 24,
+    groups: Annotated[int, typer.Option(help="Groups an update learns from.", min=1)] = 8,
+    samples: Annotated[int, typer.Option(help="Sessions a group.", min=2)] = 16,
+    rate: Annotated[float, typer.Option(help="Learning rate at the start; it falls in a line to a tenth.")] = 1e-3,
+    entropy: Annotated[float, typer.Option(help="Weight of the entropy bonus.")] = 0.02,
+    kl: Annotated[float, typer.Option(help="Weight of the divergence from the model at the start.")] = 0.0,
+    updates: Annotated[int, typer.Option(help="Optimiser steps an update.", min=1)] = 4,
+    ahead: Annotated[int, typer.Option(help="Updates' worth of groups under way besides the next.", min=0)] = 1,
+    synchronous: Annotated[bool, typer.Option("--synchronous", help="Roll out only between updates.")] = False,
+    max_staleness: Annotated[int, typer.Option(help="Oldest group that is used, in versions.", min=0)] = 4,
+    permute: Annotated[bool, typer.Option("--permute", help="A control: shuffle rewards within each group.")] = False,
+    sandbox: Annotated[SandboxKind | None, typer.Option(help="Where tasks run that do not say.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Sessions that run at the same time.", min=1)] = 16,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = False,
+    wandb: Annotated[str, typer.Option(help="A Weights & Biases project to log to.")] = "",
+    held_out: Annotated[int, typer.Option(help="Held-out questions of `--registry` to measure on.", min=1)] = 64,
+    seed: int = 0,
+    as_json: common.Json = False,
+) -> None:
+    """Train a model by GRPO on the sessions of real agents, while they go on.
+
+    Killed at any moment and started again with the same `--out`, it goes on from its checkpoint; no session is lost and
+    none is used twice.
+    """
+    from towline.client import Client
+    from towline.trainers import metrics
+    from towline.trainers.grpo import Grpo, GrpoSettings
+    from towline.trainers.learner import Learner, LearnerSettings
+    from towline.trainers.loss import LossSettings
+
+    console = common.console(as_json)
+    source, measured = _tasks(tasks or [], registry, harness, option or [], samples, seed, held_out, console)
+    out = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
+    out.mkdir(parents=True, exist_ok=True)
+    folder = model or common.tiny(console)
+    import torch
+
+    torch.set_num_threads(1)
+    settings = LearnerSettings(rate=rate, updates=updates, loss=LossSettings(entropy=entropy, kl=kl))
+    learner = Learner(folder, settings, reference=kl > 0, seed=seed)
+    sinks: list[metrics.Sink] = []
+    if tensorboard:
+        sinks.append(metrics.TensorBoard(out / "tensorboard"))
+    if wandb:
+        sinks.append(metrics.WeightsAndBiases(wandb, out.name, {"steps": steps, "groups": groups, "samples": samples}))
+    written = metrics.Metrics(out, *sinks)
+    with contextlib.ExitStack() as stack:
+        stack.callback(written.close)
+        address = url or stack.enter_context(_service(folder, out, sandbox, concurrency))
+        client = stack.enter_context(Client(address))
+        run = GrpoSettings(
+            run=out.name,
+            steps=steps,
+            groups=groups,
+            ahead=ahead,
+            synchronous=synchronous,
+            max_staleness=max_staleness,
+            permute=permute,
+            seed=seed,
+        )
+        trainer = Grpo(client, learner, source, out, run)
+        trainer.start()
+        told = _learn(trainer, client, measured, written, rate, console)
+    _conclude(out, told, console, as_json)
+
+
+def _tasks(
+    paths: list[str],
+    registry: bool,
+    harness: str,
+    option: list[str],
+    samples: int,
+    seed: int,
+    held_out: int,
+    console: Console,
+) -> tuple[Callable[[int], Task], list[Task]]:
+    """The n-th task to train on, and the tasks to measure on."""
+    if registry:
+        from towline.demo import AGENT
+        from towline.tiny.tasks import held_out_tasks, training_task
+
+        return lambda n: training_task(n, AGENT, samples=samples, seed=seed), held_out_tasks(AGENT, held_out)
+    if not paths:
+        raise ConfigError("name tasks to train on, or --registry")
+    loaded = load_tasks(paths, harness, samples, option, console)
+    return lambda n: loaded[n % len(loaded)], []
+
+
+def _service(
+    folder: Path, out: Path, sandbox: SandboxKind | None, concurrency: int
+) -> contextlib.AbstractContextManager[str]:
+    from towline.trainers.service import own_service
+
+    chosen = ["--concurrency", str(concurrency), *(["--sandbox", sandbox.value] if sandbox else [])]
+    return own_service(folder, out, chosen)
+
+
+def _learn(
+    trainer: Grpo, client: Client, held_out: list[Task], written: Any, rate: float, console: Console
+) -> dict[str, Any]:
+    """All steps, with the success on held-out tasks before, in the middle and after."""
+    from towline.trainers.grpo import success
+
+    settings = trainer.settings
+    found: dict[str, Any] = {"success": []}
+    with _bar(console, settings.steps) as show:
+
+        def measure() -> None:
+            if held_out:
+                show(trainer.learner.version, "measuring on held-out tasks")
+                version = trainer.learner.version
+                value = success(client, held_out, f"{settings.run}-success-v{version}")
+                found["success"].append({"step": version, "sessions_used": trainer.sessions, "success": value})
+                written.write(version, {"sessions_used": trainer.sessions, "success": value})
+                console.print(f"  held out, after {trainer.sessions:,} sessions: {value:.1%}", highlight=False)
+
+        measure()
+        while trainer.learner.version < settings.steps:
+            share = trainer.learner.version / settings.steps
+            for group in trainer.learner.optimiser.param_groups:
+                group["lr"] = rate * max(0.1, 1 - share)
+            step = trainer.step()
+            written.write(step.update.version, step.as_json())
+            show(step.update.version, _line(step))
+            found["last"] = step.as_json()
+            if step.update.version in (settings.steps // 2, settings.steps):
+                measure()
+    return found
+
+
+@contextlib.contextmanager
+def _bar(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("starting", total=total)
+        yield lambda done, what: progress.update(bar, completed=done, description=what)
+
+
+def _line(step: Step) -> str:
+    update = step.update
+    return (
+        f"reward {update.mean_reward:.2f}  entropy {update.entropy:.3f}  stale {update.staleness:.1f}  "
+        f"max |Δlogp| {update.worst_logprob:.0e}  {step.sessions:,} sessions"
+    )
+
+
+def _conclude(out: Path, told: dict[str, Any], console: Console, as_json: bool) -> None:
+    from towline.trainers import curves, metrics
+
+    lines = metrics.read(out)
+    picture: Path | None = out / "curves.png"
+    try:
+        curves.draw(lines, out / "curves.png", out.name)
+    except ConfigError as error:
+        picture = None
+        console.print(f"[yellow]no picture:[/] {common.plain(str(error))}", highlight=False)
+    if as_json:
+        print(json.dumps({"out": str(out), "curves": str(picture) if picture else None, **told}))
+        return
+    worst = max((line["worst_logprob"] for line in lines if "worst_logprob" in line), default=0.0)
+    for one in told["success"]:
+        console.print(f"after {one['sessions_used']:>6,} sessions: {one['success']:.1%} on held-out tasks")
+    console.print(f"max |learner - recorded| logprob over the run: {worst:.1e}", highlight=False)
+    console.print(f"Written to {out}: metrics.jsonl, checkpoint{', curves.png' if picture else ''}", highlight=False)

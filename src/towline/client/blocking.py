@@ -1,0 +1,271 @@
+"""`Client`: calls that block. One may be shared by threads, used inside a running loop, and carried over a fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+import httpx
+
+from towline.client import calls
+from towline.client.calls import Call, PauseMode, StaleLike, StartLike, TaskLike, UnitLike
+from towline.client.connection import Connection
+from towline.client.delivered import Delivered, deliver, session_ids
+from towline.client.errors import WaitTimeout
+from towline.client.polling import Polling, Stream
+from towline.client.sse import Lines
+from towline.schema import (
+    Accepted,
+    Acked,
+    Event,
+    Policy,
+    Results,
+    Session,
+    Stale,
+    Start,
+    TaskState,
+    TaskStatus,
+    Trajectory,
+    Unit,
+)
+
+T = TypeVar("T")
+
+
+class Client:
+    """A rollout service, seen from a trainer.
+
+    `url` and `key` default to `TOWLINE_URL` and `TOWLINE_KEY`. `timeout` is what one answer may take; `patience` how long
+    a call is tried again while the service is away or full.
+    """
+
+    def __init__(
+        self, url: str | None = None, key: str | None = None, *, timeout: float = 60.0, patience: float = 300.0
+    ):
+        self._connection = Connection(url, key, timeout, patience)
+        self._making = threading.Lock()
+        self._http: httpx.Client | None = None
+        self._owner = 0
+
+    @property
+    def url(self) -> str:
+        return self._connection.url
+
+    def __repr__(self) -> str:
+        return f"Client({self.url!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with self._making:
+            if self._http is not None and self._owner == os.getpid():
+                self._http.close()
+            self._http = None
+
+    # Tasks
+
+    @overload
+    def submit(self, tasks: TaskLike) -> Accepted: ...
+    @overload
+    def submit(self, tasks: Sequence[TaskLike]) -> list[Accepted]: ...
+    def submit(self, tasks: TaskLike | Sequence[TaskLike]) -> Accepted | list[Accepted]:
+        """Submit one task or many. The same task again is the same task; a task without an id gets one from its content."""
+        if isinstance(tasks, Sequence):
+            return [one for call in calls.submit(tasks) for one in self._do(call)]
+        (call,) = calls.submit([tasks])
+        (accepted,) = self._do(call)
+        return accepted
+
+    def tasks(self, state: TaskState | str | None = None) -> list[TaskStatus]:
+        """Every task, or those in one state, without their sessions."""
+        found: list[TaskStatus] = []
+        while True:
+            page = self._do(calls.tasks(state, found[-1].task_id if found else None))
+            found += page
+            if len(page) < calls.TASKS_A_PAGE:
+                return found
+
+    def task(self, task_id: str) -> TaskStatus:
+        return self._do(calls.task(task_id))
+
+    def wait(self, task_id: str, within: float | None = None) -> TaskStatus:
+        """The task once it has come to its end; `WaitTimeout` if that is not `within` so many seconds."""
+        polling = Polling(within)
+        while (status := self.task(task_id)).state not in (TaskState.DONE, TaskState.CANCELLED):
+            pause = polling.pause()
+            if pause is None:
+                raise WaitTimeout(f"task {task_id} is still {status.state} after {within:g} seconds")
+            time.sleep(pause)
+        return status
+
+    def cancel(self, task_id: str) -> TaskStatus:
+        """End the task's sessions; what they have sampled is kept."""
+        return self._do(calls.cancel(task_id))
+
+    # Sessions and their tokens
+
+    def session(self, session_id: str) -> Session:
+        return self._do(calls.session(session_id))
+
+    def trajectory(self, session_id: str) -> Trajectory:
+        return self._do(calls.trajectory(session_id))
+
+    def trajectories(self, ids: Sequence[str]) -> list[Trajectory]:
+        """The trajectories of the named sessions that have one."""
+        return [one for call in calls.trajectories(ids) for one in self._do(call)]
+
+    # Results
+
+    def lease(
+        self,
+        consumer: str,
+        unit: UnitLike = Unit.SESSION,
+        *,
+        max: int = 16,
+        wait: float = 20.0,
+        lease: float | None = None,
+        start: StartLike = Start.BEGINNING,
+        max_staleness: int | None = None,
+        stale: StaleLike = Stale.DROP,
+    ) -> Results:
+        """Up to `max` results, leased for `lease` seconds; waits up to `wait` seconds for the first."""
+        return self._do(
+            calls.lease(
+                consumer,
+                unit,
+                max=max,
+                wait=wait,
+                lease=lease,
+                start=start,
+                max_staleness=max_staleness,
+                stale=stale,
+            )
+        )
+
+    def results(
+        self,
+        consumer: str,
+        unit: UnitLike = Unit.SESSION,
+        *,
+        limit: int | None = None,
+        idle: float | None = None,
+        max: int = 16,
+        wait: float = 20.0,
+        lease: float | None = None,
+        start: StartLike = Start.BEGINNING,
+        max_staleness: int | None = None,
+        stale: StaleLike = Stale.DROP,
+        trajectories: bool = True,
+        auto_ack: bool = False,
+    ) -> Iterator[Delivered]:
+        """Results with their trajectories, as they finish.
+
+        It ends after `limit` results, or when none came for `idle` seconds; with neither it never does. A result that
+        is not acknowledged within its lease comes again; one whose lease ran out while the loop was busy with another is
+        not handed to it, if `lease` is given. With `auto_ack` each is acknowledged when the next is asked for: what the
+        loop's body did with it must then be durable.
+        """
+        stream = Stream(limit, idle, max, wait, lease)
+        while not stream.over:
+            batch = self.lease(
+                consumer,
+                unit,
+                max=stream.max,
+                wait=stream.wait,
+                lease=lease,
+                start=start,
+                max_staleness=max_staleness,
+                stale=stale,
+            )
+            stream.came(batch)
+            if not batch.results:
+                time.sleep(stream.breath)
+                continue
+            found = self.trajectories(session_ids(batch.results)) if trajectories else []
+            by_id = {one.session_id: one for one in found}
+            for result in batch.results:
+                if stream.expired:
+                    break
+                yield deliver(result, by_id, batch.version, stream.take())
+                if auto_ack:
+                    self.ack(consumer, [result.result_id])
+
+    def ack(self, consumer: str, result_ids: Sequence[str]) -> Acked:
+        """Say that the results are used: they are never handed to this consumer again."""
+        return self._do(calls.ack(consumer, result_ids))
+
+    # The policy
+
+    def policy(self) -> Policy:
+        return self._do(calls.policy())
+
+    def pause(self, mode: PauseMode = "drain", deadline: float | None = None) -> Policy:
+        """Stop sampling: turns in flight finish, or with `abort`, or after `deadline` seconds, are cut and go on later."""
+        return self._do(calls.pause(mode, deadline))
+
+    def resume(self, version: int | None = None) -> Policy:
+        """Go on sampling, under `version` if given."""
+        return self._do(calls.resume(version))
+
+    def update_weights(self, folder: str | Path, version: int) -> Policy:
+        """Replace the weights by those of a folder on the service's machine."""
+        return self._do(calls.update_weights(str(folder), version))
+
+    # The service
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return self._do(calls.nodes())
+
+    def health(self) -> dict[str, Any]:
+        return self._do(calls.health())
+
+    def events(self, after: int | None = None) -> Iterator[Event]:
+        """What happens, as it happens, for ever; a broken connection is taken up where it ended."""
+        connection, backoff = self._connection, self._connection.backoff()
+        while True:
+            lines, pause = Lines(), 0.0
+            try:
+                with self._client().stream("GET", "/v1/events", **connection.listening(after)) as answer:
+                    if not answer.is_success:
+                        answer.read()
+                        pause = connection.refused(answer, backoff)
+                    else:
+                        for line in answer.iter_lines():
+                            event = lines.take(line)
+                            if event is not None:
+                                backoff, after = connection.backoff(), event.seq
+                                yield event
+            except httpx.HTTPError as error:
+                pause = connection.broken(error, backoff)
+            time.sleep(pause or backoff.first)
+
+    # One exchange
+
+    def _do(self, call: Call[T]) -> T:
+        connection, backoff = self._connection, self._connection.backoff()
+        while True:
+            try:
+                answer = self._client().request(**connection.request(call))
+            except httpx.HTTPError as error:
+                pause = connection.broken(error, backoff)
+            else:
+                if answer.is_success:
+                    return call.read(answer.content)
+                pause = connection.refused(answer, backoff)
+            time.sleep(pause)
+
+    def _client(self) -> httpx.Client:
+        """The connections of this process: those of a parent belong to it."""
+        with self._making:
+            if self._http is None or self._owner != os.getpid():
+                self._http, self._owner = httpx.Client(**self._connection.options()), os.getpid()
+            return self._http

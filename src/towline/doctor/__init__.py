@@ -1,0 +1,1 @@
+"""What works here and what does not, found by trying it, with what to do about it."""

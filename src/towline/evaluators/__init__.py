@@ -1,0 +1,1 @@
+"""What a session is worth: evaluators, one small file each."""

@@ -1,0 +1,1 @@
+"""Agent programs, unchanged: one small file each, and the installs that all sessions share."""

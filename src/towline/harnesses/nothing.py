@@ -1,0 +1,12 @@
+"""An agent that does nothing: a task is sound only if this scores 0."""
+
+from __future__ import annotations
+
+from towline.harnesses.base import Harness, Launch, Place
+
+
+def launch(place: Place) -> Launch:
+    return Launch(command=("true",))
+
+
+HARNESS = Harness(name="nothing", summary="does nothing, for comparison", launch=launch, calls_model=False)

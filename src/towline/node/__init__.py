@@ -1,0 +1,1 @@
+"""Runs sessions through their stages on one machine."""

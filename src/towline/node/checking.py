@@ -1,0 +1,114 @@
+"""What can be known of a task before anything of it runs: what is wrong, and where it reaches outside its sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from towline.config import SessionSettings
+from towline.errors import ConfigError
+from towline.evaluators.registry import make_evaluator
+from towline.harnesses.base import Harness, Place
+from towline.harnesses.registry import find_harness
+from towline.schema import Network, SandboxKind, Task
+
+_ON_THE_NODE = ("harbor", "python")
+"""Evaluators that read the node's files or run in its process."""
+
+
+def problems(task: Task, defaults: SessionSettings) -> Iterator[tuple[str, str]]:
+    """Fields at fault, each with the reason. Looks at the node's own machine for what a task names there."""
+    try:
+        harness = find_harness(task.harness)
+    except ConfigError as error:
+        yield "harness", str(error)
+        return
+    yield from _options(harness, task)
+    yield from _evaluator(task)
+    yield from _settings({**harness.settings, **task.settings}, defaults)
+    environment = task.environment
+    for index, file in enumerate(environment.files):
+        if file.source is not None and not Path(file.source).exists():
+            yield f"environment.files[{index}].source", f"{file.source} is not there"
+    if environment.build and not (Path(environment.build) / "Dockerfile").is_file():
+        yield "environment.build", f"{environment.build} holds no Dockerfile"
+
+
+def _options(harness: Harness, task: Task) -> Iterator[tuple[str, str]]:
+    place = Place("http://127.0.0.1", "key", "model", task.instruction, "/opt", options=task.harness_options)
+    try:
+        made = harness.configured(task.harness_options)
+        made.launch(made.place(place))
+    except ConfigError as error:
+        yield "harness_options", str(error)
+    except Exception as error:
+        # Options are free JSON: a value of the wrong kind fails wherever the harness first uses it.
+        yield "harness_options", f"harness {harness.name} cannot use them: {error}"
+
+
+def _evaluator(task: Task) -> Iterator[tuple[str, str]]:
+    try:
+        make_evaluator(task.evaluator)
+    except ConfigError as error:
+        field, colon, reason = str(error).partition(": ")
+        known = colon and field.startswith("evaluator")
+        yield (field, reason) if known else ("evaluator", str(error))
+    except Exception as error:
+        yield "evaluator", f"it cannot be made: {error}"
+
+
+def _settings(given: Mapping[str, Any], defaults: SessionSettings) -> Iterator[tuple[str, str]]:
+    try:
+        SessionSettings.model_validate(_over(defaults.model_dump(mode="json"), given))
+    except ValidationError as error:
+        for problem in error.errors():
+            yield ".".join(("settings", *map(str, problem["loc"]))), problem["msg"]
+
+
+def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in over.items():
+        old = merged.get(name)
+        merged[name] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def reaches(task: Task) -> Iterator[str]:
+    """Fields that use the node's machine beyond a sandbox with its gateway. Runs and imports nothing of the task's."""
+    environment = task.environment
+    if ":" in task.harness:
+        yield "harness"
+    elif _harness_reaches(task):
+        yield "harness_options"
+    if task.evaluator.get("kind") in _ON_THE_NODE or _names_source(task.evaluator):
+        yield "evaluator"
+    if environment.sandbox is SandboxKind.PROCESS:
+        yield "environment.sandbox"
+    if environment.network is Network.OPEN:
+        yield "environment.network"
+    if environment.build:
+        yield "environment.build"
+    if environment.root.startswith((".", "/", "~")):
+        yield "environment.root"
+    if any(file.source is not None for file in environment.files):
+        yield "environment.files"
+
+
+def _harness_reaches(task: Task) -> bool:
+    """Whether the options make it read other folders, or install other packages, than it does by itself."""
+    try:
+        harness = find_harness(task.harness)
+        made = harness.configured(task.harness_options)
+    except Exception:
+        # Whatever is wrong is told by `problems`; until it is known what the options do, they may do anything.
+        return bool(task.harness_options)
+    return made.mounts != harness.mounts or made.install != harness.install
+
+
+def _names_source(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value.get("source")) or any(map(_names_source, value.values()))
+    return isinstance(value, list) and any(map(_names_source, value))

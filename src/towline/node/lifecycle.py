@@ -1,0 +1,228 @@
+"""The stages of one session: INIT, RUN, BUILD, EVALUATE.
+
+Each is a function of a flight that leaves it ready for the next. Whatever happens, three things hold: the processes of the
+agent are dead before anything is judged; the turns that finished are in the trajectory; a failure of the machinery is
+never a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from towline.config import NodeSettings
+from towline.errors import TowlineError
+from towline.evaluators import leaks
+from towline.evaluators.base import EvaluationError
+from towline.gateway.gateway import Gateway
+from towline.gateway.server import Door, Running
+from towline.gateway.session import Session as GatewaySession
+from towline.harnesses.base import HOME, Launch, Place
+from towline.harnesses.install import check_libc
+from towline.node.evaluation import NodeBench, outcome_of
+from towline.node.flight import Cancelled, Flight, StageTimeout
+from towline.node.furnish import furnish, write_files
+from towline.node.logs import Log
+from towline.node.looping import repetitions
+from towline.node.preparing import Prepared
+from towline.sandboxes import archives
+from towline.sandboxes.base import GATEWAY_PORT, Process, Sandbox, SandboxError, Spec
+from towline.schema import EndReason, Reward, RewardStatus, Trajectory
+from towline.tokens.graph import Node as TurnNode
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_GRACE = 5.0
+"""Seconds that a harness has to end by itself once the gateway refuses it more."""
+
+
+class NothingCaptured(TowlineError):
+    """The harness ended without a model call that the gateway saw."""
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    gateway: Gateway
+    running: Running
+    settings: NodeSettings
+    starts: set[Spec] = field(default_factory=set)
+    """Specs in whose sandboxes their harness's interpreter was seen to start."""
+
+    # INIT
+
+    async def init(self, flight: Flight, prepared: Prepared) -> None:
+        """A furnished sandbox with the harness's install in it, checked for what would give the answer away."""
+        sandbox = await prepared.pool.acquire(prepared.run)
+        flight.sandbox = sandbox
+        await furnish(sandbox, prepared.environment, flight.logs / "setup.log")
+        if prepared.install and prepared.run not in self.starts:
+            await check_libc(sandbox, prepared.harness, prepared.install)
+            self.starts.add(prepared.run)
+        if prepared.evaluator is not None:
+            problems = await leaks.before_run(sandbox, flight.task, prepared.evaluator)
+            if problems:
+                raise SandboxError("the environment gives the answer away: " + "; ".join(problems))
+            if prepared.evaluator.needs_sandbox:
+                prepared.pool.warm(prepared.evaluate, 1)
+
+    # RUN
+
+    async def run(self, flight: Flight, prepared: Prepared, seconds: float) -> None:
+        """The harness, from its start to its end or to that of its budget; then nothing of it lives."""
+        sandbox = _in(flight)
+        opened = await self.gateway.create(
+            {
+                "id": flight.session.session_id,
+                "group": flight.task.task_id,
+                "instruction": flight.task.instruction,
+                "metadata": {"attempt": flight.session.attempt, "sample": flight.session.sample},
+                "settings": {**prepared.harness.settings, **flight.task.settings},
+            }
+        )
+        flight.gateway_id = opened.session.id
+        door: Door | None = None
+        base_url = self.running.base_url
+        if sandbox.listener is not None:
+            door = await self.running.admit(sandbox.listener, opened.session.id)
+            base_url = f"http://127.0.0.1:{GATEWAY_PORT}"
+        try:
+            launch = self._launch(flight, prepared, base_url, opened.key)
+            await self._until_end(flight, prepared, launch, opened.session, seconds)
+        finally:
+            try:
+                await asyncio.shield(sandbox.kill())
+            finally:
+                if door is not None:
+                    await door.close()
+
+    def _launch(self, flight: Flight, prepared: Prepared, base_url: str, key: str) -> Launch:
+        harness = prepared.harness
+        place = Place(
+            base_url=base_url,
+            key=key,
+            model=self.gateway.model,
+            instruction=flight.task.instruction,
+            install=prepared.install,
+            workdir=prepared.environment.workdir,
+            context=self.gateway.engine.info.context,
+            max_tokens=self.gateway.defaults.sampling.max_tokens,
+            session=flight.session.session_id,
+            options=flight.task.harness_options,
+        )
+        return harness.launch(harness.place(place))
+
+    async def _until_end(
+        self, flight: Flight, prepared: Prepared, launch: Launch, session: GatewaySession, seconds: float
+    ) -> None:
+        sandbox = _in(flight)
+        looping = asyncio.Event()
+        if self.settings.looping:
+            session.watchers.append(_loop_watch(looping, self.settings.looping))
+        await write_files(sandbox, launch.files)
+        env = {"PATH": PATH, "HOME": HOME, "TERM": "dumb", **prepared.environment.env, **launch.env}
+        process = await sandbox.start(launch.command, env=env, cwd=launch.cwd or None)
+        log = Log(flight.logs / "harness.log", self.settings.log_bytes)
+        following = asyncio.ensure_future(_converse(process, launch.stdin, log))
+        ended = asyncio.ensure_future(process.wait())
+        watches = {
+            EndReason.CANCELLED: asyncio.ensure_future(flight.cancelled.wait()),
+            EndReason.LIMIT: asyncio.ensure_future(session.exhausted.wait()),
+            EndReason.LOOPING: asyncio.ensure_future(looping.wait()),
+        }
+        try:
+            await asyncio.wait({ended, *watches.values()}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            cut = next((reason for reason, watch in watches.items() if watch.done()), EndReason.TIMEOUT)
+            if not ended.done() and cut is EndReason.LIMIT:
+                await asyncio.wait({ended}, timeout=_GRACE)
+            if ended.done():
+                flight.exit_code = ended.result()
+                well = flight.exit_code in prepared.harness.success
+                flight.end_reason = cut if cut is EndReason.LIMIT else EndReason.EXITED if well else EndReason.ERROR
+            else:
+                flight.end_reason = cut
+            await sandbox.kill()
+            # The streams end with the processes.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(following), _GRACE)
+        finally:
+            for pending in (following, ended, *watches.values()):
+                pending.cancel()
+            await asyncio.gather(following, ended, *watches.values(), return_exceptions=True)
+            log.close()
+        nobody_called = not session.graph.nodes and prepared.harness.calls_model
+        if nobody_called and flight.end_reason in (EndReason.EXITED, EndReason.ERROR):
+            raise NothingCaptured(
+                f"harness {prepared.harness.name} ended with exit code {flight.exit_code} and made no model call that "
+                f"reached the gateway; it last said: {log.tail()[-1000:] or 'nothing'}"
+            )
+
+    # BUILD
+
+    async def build(self, flight: Flight, prepared: Prepared) -> None:
+        """Seal the session, take out of the sandbox what is judged and what is kept, and let go of it."""
+        sandbox = flight.sandbox
+        if flight.gateway_id:
+            flight.trajectory = await self.gateway.seal(flight.gateway_id, flight.end_reason or EndReason.ERROR)
+        if sandbox is None:
+            return
+        await self._keep_artifacts(flight, prepared, sandbox)
+        evaluator = prepared.evaluator
+        if evaluator is not None:
+            flight.carried = await evaluator.collect(sandbox, flight.task)
+            flight.notes += flight.carried.notes
+            flight.notes += await leaks.after_run(sandbox, flight.task, evaluator)
+        if evaluator is None or not evaluator.shared:
+            flight.sandbox = None
+            await sandbox.destroy()
+
+    async def _keep_artifacts(self, flight: Flight, prepared: Prepared, sandbox: Sandbox) -> None:
+        for path in prepared.environment.artifacts:
+            folder = flight.logs / "artifacts"
+            folder.mkdir(exist_ok=True)
+            try:
+                archive = await sandbox.get(path, most=self.settings.artifact_bytes)
+                await asyncio.to_thread(archives.unpack, archive, folder, most=self.settings.artifact_bytes)
+            except (SandboxError, archives.ArchiveError) as error:
+                flight.notes.append(f"artifact {path} was not kept: {error}")
+
+    # EVALUATE
+
+    async def evaluate(self, flight: Flight, prepared: Prepared, trajectory: Trajectory, seconds: float) -> Reward:
+        """The reward; a broken evaluator gives one that says so and has no score."""
+        evaluator = prepared.evaluator
+        assert evaluator is not None
+        bench = NodeBench(flight, prepared)
+        try:
+            judging = evaluator.evaluate(bench, outcome_of(flight, trajectory), flight.carried)
+            return await flight.within(judging, seconds, "evaluation")
+        except Cancelled:
+            raise
+        except (EvaluationError, SandboxError, StageTimeout, OSError, TowlineError) as error:
+            return Reward(
+                value=0.0, evaluator=evaluator.kind, status=RewardStatus.FAILED, error=str(error) or repr(error)
+            )
+
+
+def _in(flight: Flight) -> Sandbox:
+    if flight.sandbox is None:
+        raise SandboxError(f"session {flight.session.session_id} has no sandbox")
+    return flight.sandbox
+
+
+def _loop_watch(found: asyncio.Event, times: int) -> Any:
+    def watch(node: TurnNode) -> None:
+        if repetitions(node) >= times:
+            found.set()
+
+    return watch
+
+
+async def _converse(process: Process, stdin: str, log: Log) -> None:
+    """Give the process what it reads, and keep what it prints."""
+    with contextlib.suppress(ConnectionError, OSError):
+        if stdin:
+            process.stdin.write(stdin.encode())
+            await process.stdin.drain()
+        process.stdin.close()
+    await log.follow(process)

@@ -1,0 +1,311 @@
+"""The node: sessions on their way through the stages, each stage with worker slots of its own.
+
+While some sessions run, others are made ready and others judged, so that the engine never waits for a sandbox. A session
+that is ready waits for room to run; its budget starts with its run. Every session ends with a trajectory on disk, whatever
+became of it, and every sandbox is destroyed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from towline.config import NodeSettings
+from towline.errors import ConfigError, TowlineError
+from towline.gateway.gateway import Gateway
+from towline.gateway.server import Running
+from towline.node.flight import Cancelled, Flight
+from towline.node.furnish import FurnishError
+from towline.node.lifecycle import Lifecycle, NothingCaptured
+from towline.node.preparing import InstallsLike, Prepared, Preparer
+from towline.node.runtimes import Runtimes
+from towline.node.slots import Slots
+from towline.sandboxes.base import Unsupported
+from towline.schema import EndReason, Reward, RewardStatus, Session, SessionState, Task, Trajectory
+
+log = logging.getLogger("towline.node")
+_HOPELESS = (ConfigError, FurnishError, NothingCaptured, Unsupported)
+"""What would fail again in the same way."""
+
+
+@dataclass(slots=True)
+class Finished:
+    """A session at its end."""
+
+    session: Session
+    trajectory: Trajectory
+    logs: Path
+    hopeless: bool = False
+    """It failed for a reason that trying again does not change."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether a trainer can learn from it."""
+        reward = self.trajectory.reward
+        scored = reward is None or reward.score is not None
+        return self.session.state is SessionState.DONE and self.trajectory.report.trained_tokens > 0 and scored
+
+
+def new_session(task: Task, sample: int = 0, attempt: int = 1) -> Session:
+    """A session of the task under a fresh id that begins with the task's name."""
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", task.task_id).strip("-._")[:60] or "session"
+    now = time.time()
+    session_id = f"{slug}-{sample}-{secrets.token_hex(4)}"
+    return Session(
+        session_id=session_id, task_id=task.task_id, sample=sample, attempt=attempt, created=now, updated=now
+    )
+
+
+class Node:
+    def __init__(
+        self,
+        gateway: Gateway,
+        running: Running,
+        settings: NodeSettings,
+        data: Path,
+        installs: InstallsLike,
+        cache: Path,
+        *,
+        changed: Callable[[Session], None] | None = None,
+    ):
+        self.gateway = gateway
+        self.settings = settings
+        # Sandboxes have other working folders than the node.
+        self.data = data.absolute()
+        self.runtimes = Runtimes(settings, self.data / "sandboxes", cache)
+        self.preparer = Preparer(settings, self.runtimes, installs)
+        self.lifecycle = Lifecycle(gateway, running, settings)
+        self.changed = changed or (lambda session: None)
+        self.flights: dict[str, Flight] = {}
+        self._tasks: set[asyncio.Task[Finished]] = set()
+        self._init = Slots(settings.init_workers)
+        self._run = Slots(settings.run_workers)
+        self._build = Slots(settings.build_workers)
+        self._evaluate = Slots(settings.evaluate_workers)
+        self._ahead = Slots(settings.run_workers + settings.ahead)
+        """Sessions between INIT and the end of RUN: those that run, and so many more."""
+
+    async def close(self) -> None:
+        """Cancel what is under way, keep its turns, and leave nothing behind."""
+        for flight in list(self.flights.values()):
+            flight.cancelled.set()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.runtimes.close()
+
+    # Groups
+
+    async def run_group(self, task: Task, finished: Callable[[Finished], None] | None = None) -> list[Finished]:
+        """All sessions of the task. When `min_samples` of them are usable, the rest are cancelled."""
+        enough = task.min_samples or task.num_samples
+        usable = 0
+        done: list[Finished] = []
+        attempts = [asyncio.ensure_future(self.attempts(task, sample)) for sample in range(task.num_samples)]
+        try:
+            for each in asyncio.as_completed(attempts):
+                one = await each
+                done.append(one)
+                if finished is not None:
+                    finished(one)
+                usable += one.usable
+                if usable >= enough:
+                    self.cancel_task(task.task_id)
+        finally:
+            for attempt in attempts:
+                attempt.cancel()
+            for cut in await asyncio.gather(*attempts, return_exceptions=True):
+                # Sessions that were cut short have kept their turns.
+                if isinstance(cut, Finished) and finished is not None and not any(cut is other for other in done):
+                    finished(cut)
+            self.preparer.forget(task)
+        return sorted(done, key=lambda one: one.session.sample)
+
+    async def attempts(self, task: Task, sample: int) -> Finished:
+        """One sample, tried again while its infrastructure fails."""
+        for attempt in range(1, task.max_attempts + 1):
+            one = await self.submit(task, new_session(task, sample, attempt))
+            if one.session.state is not SessionState.FAILED or one.hopeless:
+                break
+        return one
+
+    # Sessions
+
+    def submit(self, task: Task, session: Session) -> asyncio.Task[Finished]:
+        """Send a session on its way. Cancelling the returned task cancels the session; its turns are kept all the same."""
+        logs = self.data / "sessions" / session.session_id
+        logs.mkdir(parents=True, exist_ok=True)
+        flight = Flight(task, session, logs, self.changed)
+        self.flights[session.session_id] = flight
+        work = asyncio.get_running_loop().create_task(self._fly(flight))
+        self._tasks.add(work)
+        work.add_done_callback(self._tasks.discard)
+        self.changed(session)
+        return work
+
+    def cancel(self, session_id: str) -> None:
+        if session_id in self.flights:
+            self.flights[session_id].cancelled.set()
+
+    def cancel_task(self, task_id: str) -> None:
+        for flight in self.flights.values():
+            if flight.task.task_id == task_id:
+                flight.cancelled.set()
+
+    async def _fly(self, flight: Flight) -> Finished:
+        stages = asyncio.ensure_future(self._stages(flight))
+        while not stages.done():
+            try:
+                await asyncio.shield(stages)
+            except asyncio.CancelledError:
+                # The session is led to its end in order; whoever cancelled it waits for that.
+                flight.cancelled.set()
+            except BaseException:
+                break
+        return stages.result()
+
+    async def _stages(self, flight: Flight) -> Finished:
+        began = time.perf_counter()
+        reward: Reward | None = None
+        error: BaseException | None = None
+        try:
+            reward = await self._through(flight)
+            state = SessionState.DONE
+        except Cancelled:
+            state = SessionState.CANCELLED
+            flight.end_reason = EndReason.CANCELLED
+        except (TowlineError, OSError) as failure:
+            # The machine's doing, a full disk say: a reason, and no fault of this program's to trace.
+            state, error = SessionState.FAILED, failure
+        except Exception as failure:
+            log.exception("session %s failed", flight.session.session_id)
+            state, error = SessionState.FAILED, failure
+        finally:
+            self.flights.pop(flight.session.session_id, None)
+            await self._let_go(flight)
+        flight.timings["total"] = time.perf_counter() - began
+        try:
+            trajectory = await self._conclude(flight, state, error, reward)
+        except (TowlineError, OSError, ValueError) as failure:
+            log.error("session %s cannot be concluded: %s", flight.session.session_id, failure)
+            state, error = SessionState.FAILED, failure
+            # What was sampled goes to whoever waits for it, even if it cannot be written here.
+            kept = flight.trajectory or self._bare(flight, state, str(failure))
+            changes = {"state": state, "end_reason": flight.end_reason, "error": str(failure) or repr(failure)}
+            trajectory = Trajectory.model_validate(kept.__dict__ | changes)
+        flight.advance(state, error=trajectory.error if state is SessionState.FAILED else None)
+        return Finished(flight.session, trajectory, flight.logs, isinstance(error, _HOPELESS))
+
+    async def _through(self, flight: Flight) -> Reward | None:
+        """All stages in order; the reward, if there is an evaluator."""
+        task, seconds = flight.task, self.settings.seconds
+        budgets = task.timeouts
+        priority = task.priority
+        with flight.timed("prepare"):
+            prepared = await flight.within(self.preparer.prepare(task), seconds.prepare, "preparing the environment")
+            flight.prepared = prepared
+        with flight.timed("queued"):
+            await flight.within(self._ahead.acquire(priority), None, "waiting")
+        try:
+            await self._made_ready(flight, prepared, budgets.init or seconds.init)
+            with flight.timed("ready"):
+                await flight.within(self._run.acquire(priority), None, "waiting")
+            try:
+                flight.advance(SessionState.RUNNING)
+                with flight.timed("run"):
+                    await self.lifecycle.run(flight, prepared, budgets.run or seconds.run)
+            finally:
+                self._run.release()
+        finally:
+            self._ahead.release()
+        if flight.end_reason is EndReason.CANCELLED:
+            raise Cancelled("cancelled")
+        async with self._build.take(priority):
+            flight.advance(SessionState.BUILDING)
+            with flight.timed("build"):
+                build = self.lifecycle.build(flight, prepared)
+                await flight.within(build, budgets.build or seconds.build, "building")
+        trajectory = flight.trajectory
+        if prepared.evaluator is None or trajectory is None:
+            return None
+        async with self._evaluate.take(priority):
+            flight.advance(SessionState.EVALUATING)
+            with flight.timed("evaluate"):
+                return await self.lifecycle.evaluate(flight, prepared, trajectory, budgets.evaluate or seconds.evaluate)
+
+    async def _made_ready(self, flight: Flight, prepared: Prepared, seconds: float) -> None:
+        with flight.timed("queued"):
+            await flight.within(self._init.acquire(flight.task.priority), None, "waiting")
+        try:
+            flight.advance(SessionState.INIT)
+            with flight.timed("init"):
+                await flight.within(self.lifecycle.init(flight, prepared), seconds, "INIT")
+        finally:
+            self._init.release()
+        flight.advance(SessionState.READY)
+
+    # The end
+
+    async def _let_go(self, flight: Flight) -> None:
+        sandbox, flight.sandbox = flight.sandbox, None
+        if sandbox is not None:
+            try:
+                await sandbox.destroy()
+            except (TowlineError, OSError) as error:
+                log.error("the sandbox of session %s was not destroyed: %s", flight.session.session_id, error)
+
+    async def _conclude(
+        self, flight: Flight, state: SessionState, error: BaseException | None, reward: Reward | None
+    ) -> Trajectory:
+        """The trajectory with all that is known of the session, durably on disk."""
+        if flight.trajectory is None and flight.gateway_id:
+            flight.trajectory = await self.gateway.seal(flight.gateway_id, flight.end_reason or EndReason.ERROR)
+        said = None if error is None else str(error) or repr(error)
+        built = flight.trajectory or self._bare(flight, state, said)
+        if flight.prepared is not None and flight.prepared.evaluator is not None and reward is None:
+            reward = Reward(value=0.0, evaluator=flight.prepared.evaluator.kind, status=RewardStatus.MISSING)
+        fields = {
+            "state": state,
+            "end_reason": flight.end_reason,
+            "error": said or built.error,
+            "timings": flight.timings,
+            "metadata": {**built.metadata, **self._metadata(flight)},
+        }
+        trajectory = Trajectory.model_validate(built.__dict__ | fields)
+        if reward is not None:
+            trajectory = trajectory.with_reward(reward)
+        path = self.gateway.trajectories / f"{flight.session.session_id}.arrow"
+        await asyncio.to_thread(trajectory.write, path)
+        return trajectory
+
+    def _bare(self, flight: Flight, state: SessionState, error: str | None) -> Trajectory:
+        """Of a session that never reached the gateway."""
+        if state is SessionState.FAILED and not error:
+            error = "unknown"
+        return Trajectory(
+            session_id=flight.session.session_id,
+            group_id=flight.task.task_id,
+            state=state,
+            end_reason=flight.end_reason,
+            error=error,
+            created=flight.session.created,
+        )
+
+    def _metadata(self, flight: Flight) -> dict[str, object]:
+        known: dict[str, object] = {
+            "task_id": flight.task.task_id,
+            "harness": flight.task.harness,
+            "sample": flight.session.sample,
+            "attempt": flight.session.attempt,
+            "exit_code": flight.exit_code,
+            "notes": flight.notes,
+            **({"task": flight.task.metadata} if flight.task.metadata else {}),
+        }
+        if flight.prepared is not None:
+            known["harness_version"] = flight.prepared.harness.version
+            known["sandbox"] = flight.prepared.runtime.name
+        return known

@@ -1,0 +1,266 @@
+"""A control group for each sandbox, in whatever hierarchies this machine has: v1, v2, or both.
+
+A controller is used where its hierarchy lets this process make groups, below its own group first and at the top second
+(root only). What is found is tried out before it is promised: a group is made, a limit written and read back. The v2
+hierarchy is used even when it holds no controllers, for `cgroup.kill`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+_PERIOD = 100_000
+_CONTROLLERS = ("memory", "pids", "cpu")
+LIMITS = {"memory_mb": "memory", "pids": "pids", "cpus": "cpu"}
+"""Which controller enforces which limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Hierarchy:
+    version: int
+    controllers: frozenset[str]
+    mounted: str
+    own: str
+    """This process's own group, as a folder."""
+
+
+@dataclass(slots=True)
+class Cgroups:
+    """Where a keeper makes its groups: one folder a hierarchy, named for the keeper."""
+
+    folders: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By controller (and `kill` for the v2 hierarchy): its version and the keeper's folder."""
+    notes: list[str] = field(default_factory=list)
+
+    def create(self, name: str, limits: dict[str, float | None], slack: int) -> list[str]:
+        """Make a sandbox's groups with its limits; `slack` processes are the sandbox's own. Returns their folders."""
+        made: list[str] = []
+        try:
+            for folder in self._needed(limits):
+                path = f"{folder}/{name}"
+                os.mkdir(path)
+                made.append(path)
+            for limit, controller in LIMITS.items():
+                value = limits.get(limit)
+                if value is not None and controller in self.folders:
+                    version, folder = self.folders[controller]
+                    extra = slack if controller == "pids" else 0
+                    _limit(version, f"{folder}/{name}", controller, value + extra)
+        except OSError:
+            remove(made)
+            raise
+        return made
+
+    def _needed(self, limits: dict[str, float | None]) -> list[str]:
+        """The folders of the controllers that have something to hold, and of those that end processes best: each costs
+        a move when the sandbox is made."""
+        held = {controller for limit, controller in LIMITS.items() if limits.get(limit) is not None}
+        wanted = [folder for controller, (_, folder) in self.folders.items() if controller in held | {"kill"}]
+        return list(dict.fromkeys(wanted)) or self._homes()[:1]
+
+    def _homes(self) -> list[str]:
+        return list(dict.fromkeys(folder for _, folder in self.folders.values()))
+
+    def close(self) -> None:
+        remove(self._homes())
+
+
+def find(name: str) -> Cgroups:
+    """Look for usable hierarchies and make the keeper's folder in each."""
+    found = Cgroups()
+    hierarchies = _hierarchies()
+    for hierarchy in hierarchies:
+        wanted = [controller for controller in _CONTROLLERS if controller in hierarchy.controllers]
+        if not wanted and hierarchy.version == 1:
+            continue
+        for parent in dict.fromkeys((hierarchy.own, hierarchy.mounted)):
+            folder = f"{parent}/{name}"
+            usable = _try(hierarchy, parent, folder, wanted)
+            if usable is None:
+                continue
+            if wanted and not usable and parent != hierarchy.mounted:
+                remove([folder])
+                continue
+            found.folders |= {controller: (hierarchy.version, folder) for controller in usable}
+            if hierarchy.version == 2:
+                found.folders["kill"] = (2, folder)
+            break
+    missing = [controller for controller in _CONTROLLERS if controller not in found.folders]
+    if missing:
+        found.notes.append(
+            f"no control group can be made for {', '.join(missing)}: run as root, or in a delegated group "
+            "(systemd-run --user --scope -p Delegate=yes …)"
+        )
+    return found
+
+
+def enter(folders: Iterable[str], pid: int) -> None:
+    """Move a process into groups; its children are born there."""
+    for folder in folders:
+        _write(f"{folder}/cgroup.procs", str(pid))
+
+
+def processes(folders: Iterable[str]) -> set[int]:
+    pids: set[int] = set()
+    for folder in folders:
+        with suppress(OSError), open(f"{folder}/cgroup.procs") as listing:
+            pids |= {int(line) for line in listing if line.strip() != "0"}
+    return pids
+
+
+def kill(folders: Iterable[str]) -> None:
+    """End every process in the groups; by one stroke where there is a v2 group."""
+    folders = list(folders)
+    for folder in folders:
+        with suppress(OSError):
+            _write(f"{folder}/cgroup.kill", "1")
+    for pid in processes(folders):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def gone(folders: list[str]) -> bool:
+    """Remove empty groups; whether all are gone."""
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return False
+    return True
+
+
+def remove(folders: Iterable[str], patience: float = 5.0) -> list[str]:
+    """End what runs in these groups and the groups below, and remove them; returns those that would not go."""
+    deadline = time.monotonic() + patience
+    left = [inner for folder in folders if os.path.isdir(folder) for inner in _below(folder)]
+    while left:
+        kill(left)
+        left = [folder for folder in left if not gone([folder])]
+        if left and time.monotonic() > deadline:
+            return left
+        if left:
+            time.sleep(0.002)
+    return []
+
+
+def _below(folder: str) -> list[str]:
+    return [path for path, _, _ in os.walk(folder, topdown=False)]
+
+
+def _try(hierarchy: _Hierarchy, parent: str, folder: str, wanted: list[str]) -> list[str] | None:
+    """Make the keeper's folder and see which controllers work there; None if it cannot be made."""
+    try:
+        os.mkdir(folder)
+    except OSError:
+        return None
+    if hierarchy.version == 2:
+        for controller in wanted:
+            with suppress(OSError):
+                _enable(parent, controller)
+                _write(f"{folder}/cgroup.subtree_control", f"+{controller}")
+    usable = []
+    probe = f"{folder}/probe"
+    try:
+        os.mkdir(probe)
+        for controller in wanted:
+            with suppress(OSError, ValueError):
+                if _limit(hierarchy.version, probe, controller, {"memory": 64, "pids": 64, "cpu": 1.0}[controller]):
+                    usable.append(controller)
+    except OSError:
+        pass
+    remove([probe])
+    return usable
+
+
+def _enable(parent: str, controller: str) -> None:
+    """Hand a v2 controller down. A group with processes of its own cannot; if they are all ours they move aside."""
+    with open(f"{parent}/cgroup.subtree_control") as listing:
+        if controller in listing.read().split():
+            return
+    try:
+        _write(f"{parent}/cgroup.subtree_control", f"+{controller}")
+    except OSError:
+        ours = {os.getpid(), os.getppid()}
+        if not processes([parent]) <= ours:
+            raise
+        aside = f"{parent}/towline-node"
+        os.makedirs(aside, exist_ok=True)
+        for pid in processes([parent]):
+            enter([aside], pid)
+        _write(f"{parent}/cgroup.subtree_control", f"+{controller}")
+
+
+def _limit(version: int, folder: str, controller: str, value: float) -> bool:
+    """Write a limit and read it back; whether the kernel took it."""
+    if controller == "memory":
+        amount = str(int(value) * 1024 * 1024)
+        if version == 2:
+            with suppress(OSError):
+                _write(f"{folder}/memory.swap.max", "0")
+            return _set(f"{folder}/memory.max", amount)
+        taken = _set(f"{folder}/memory.limit_in_bytes", amount)
+        with suppress(OSError):  # only where swap is accounted for
+            _write(f"{folder}/memory.memsw.limit_in_bytes", amount)
+        return taken
+    if controller == "pids":
+        return _set(f"{folder}/pids.max", str(int(value)))
+    quota = str(max(1000, int(value * _PERIOD)))
+    if version == 2:
+        return _set(f"{folder}/cpu.max", f"{quota} {_PERIOD}")
+    return _set(f"{folder}/cpu.cfs_period_us", str(_PERIOD)) and _set(f"{folder}/cpu.cfs_quota_us", quota)
+
+
+def _set(path: str, value: str) -> bool:
+    _write(path, value)
+    with open(path) as stored:
+        return stored.read().strip() == value
+
+
+def _write(path: str, value: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, value.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _hierarchies() -> list[_Hierarchy]:
+    own: dict[str, str] = {}
+    with open("/proc/self/cgroup") as lines:
+        for line in lines:
+            _, listed, path = line.rstrip("\n").split(":", 2)
+            own[listed] = path
+    found = []
+    with open("/proc/self/mountinfo") as lines:
+        for line in lines:
+            before, _, after = line.rstrip("\n").partition(" - ")
+            root, mounted = before.split()[3:5]
+            kind, _, options = after.split()[:3]
+            if kind == "cgroup2":
+                controllers = _words(f"{mounted}/cgroup.controllers")
+                found.append(_Hierarchy(2, controllers, mounted, _folder(mounted, root, own.get("", "/"))))
+            elif kind == "cgroup":
+                held = frozenset(options.split(",")) & frozenset(_CONTROLLERS)
+                path = next((path for names, path in own.items() if held & set(names.split(","))), "/")
+                found.append(_Hierarchy(1, held, mounted, _folder(mounted, root, path)))
+    return found
+
+
+def _words(path: str) -> frozenset[str]:
+    try:
+        with open(path) as listing:
+            return frozenset(listing.read().split())
+    except OSError:
+        return frozenset()
+
+
+def _folder(mounted: str, root: str, path: str) -> str:
+    """A group's folder, where the mount may itself show a part of the hierarchy only."""
+    inner = path[len(root) :] if root != "/" and path.startswith(root) else path
+    return (mounted + "/" + inner.strip("/")).rstrip("/")

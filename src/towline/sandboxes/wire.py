@@ -1,0 +1,54 @@
+"""Messages between the node, the keeper and the spawners: one JSON object a packet, with file descriptors.
+
+The sockets keep packets whole (`SOCK_SEQPACKET`), so that descriptors arrive with the message they belong to. A message
+too long for a packet travels in a sealed-size memory file whose descriptor goes first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+_INLINE = 60_000
+_MOST_DESCRIPTORS = 250
+_MOST_BYTES = 32 * 1024 * 1024
+
+Message = dict[str, Any]
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Send a message; the descriptors stay open here."""
+    data = json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogateescape")
+    if len(data) <= _INLINE:
+        socket.send_fds(channel, [b"=" + data], descriptors)
+        return
+    spill = os.memfd_create("towline-message")
+    try:
+        os.write(spill, data)
+        socket.send_fds(channel, [b"+"], [spill, *descriptors])
+    finally:
+        os.close(spill)
+
+
+def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
+    """The next message and its descriptors; None when the other end is gone."""
+    try:
+        data, descriptors, _, _ = socket.recv_fds(channel, _INLINE + 1, _MOST_DESCRIPTORS)
+    except ConnectionError:
+        return None
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    if not data:
+        return None
+    if data[:1] == b"+":
+        spill = descriptors.pop(0)
+        data = b"=" + os.pread(spill, _MOST_BYTES, 0)
+        os.close(spill)
+    return json.loads(data[1:].decode("utf-8", "surrogateescape")), descriptors

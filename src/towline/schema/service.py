@@ -1,0 +1,159 @@
+"""What the rollout service and its clients say to each other, besides tasks, sessions and trajectories.
+
+A result is one session, or one whole group, that has ended. A consumer leases results, uses them, and acknowledges them
+by id; what is not acknowledged before its lease runs out is handed out again, and what is acknowledged never is.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from towline.schema.base import Count, Id, Json, Model
+from towline.schema.entities import Session
+from towline.schema.vocabulary import EndReason, RewardStatus, SessionState
+
+
+class Unit(StrEnum):
+    """What one result is."""
+
+    SESSION = "session"
+    GROUP = "group"
+    """All sessions of a task that count, together, once the group is complete."""
+
+
+class Start(StrEnum):
+    """Where a consumer that was never seen before begins."""
+
+    BEGINNING = "beginning"
+    NOW = "now"
+
+
+class Stale(StrEnum):
+    """What becomes of results that are older than a consumer wants; they are counted either way."""
+
+    DROP = "drop"
+    FLAG = "flag"
+
+
+class Role(StrEnum):
+    """What a key may do."""
+
+    SUBMIT = "submit"
+    CONSUME = "consume"
+    ADMIN = "admin"
+    """Everything."""
+
+
+class TaskState(StrEnum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    """Every session that counts has ended."""
+    CANCELLED = "cancelled"
+
+
+class Accepted(Model):
+    """The answer to one submitted task. Submitting the same task again is the same task; another under its id is refused."""
+
+    task_id: Id
+    created: bool
+    """False if it was there already."""
+    sessions: Count
+
+
+class TaskStatus(Model):
+    task_id: Id
+    state: TaskState
+    num_samples: Count
+    finished: Count
+    """Sessions that came to their end, attempts that were tried again not counted."""
+    usable: Count
+    """Those that a trainer can learn from."""
+    created: float
+    updated: float
+    sessions: list[Session] = Field(default_factory=list)
+    """The latest attempt of every sample; empty in lists of tasks."""
+
+
+class SessionResult(Model):
+    """A session that has ended, without its tokens: those come by `session_id`."""
+
+    session_id: Id
+    task_id: Id
+    sample: Count
+    attempt: int
+    state: SessionState
+    end_reason: EndReason | None = None
+    error: str | None = None
+    reward: float | None = None
+    """`None` while there is no score: never to be read as 0."""
+    reward_status: RewardStatus | None = None
+    usable: bool
+    turns: Count
+    trained_tokens: Count
+    lowest_version: int | None = None
+    """Oldest policy version among its trained tokens."""
+    stale: bool = False
+    """Older than the consumer or the task wants."""
+    finished: float
+    metadata: Json = Field(default_factory=dict)
+    """The task's own."""
+
+
+class Result(Model):
+    """One leased result."""
+
+    result_id: Id
+    """What is acknowledged."""
+    unit: Unit
+    task_id: Id
+    sessions: list[SessionResult]
+    """One, or the usable ones of a complete group; none of a group that cannot be complete and is dropped whole."""
+    delivery: int = Field(ge=1)
+    """How often this consumer was handed it."""
+    lease_until: float
+    """Unix time."""
+
+
+class Results(Model):
+    results: list[Result]
+    dropped: Count = 0
+    """Stale results that were passed over in this call, for good."""
+    version: int
+    """The policy version now."""
+
+
+class Ack(Model):
+    consumer: Id
+    result_ids: list[Id]
+
+
+class Acked(Model):
+    acked: list[Id]
+    unknown: list[Id] = Field(default_factory=list)
+    """Never leased to this consumer."""
+
+
+class Policy(Model):
+    version: Count
+    paused: bool
+
+
+class Event(Model):
+    """One line of `GET /v1/events`."""
+
+    seq: Count
+    at: float
+    kind: str
+    """`task`, `session`, `result`, `policy`, `node`."""
+    body: Json
+
+
+class Problem(Model):
+    """Every error's body."""
+
+    error: str
+    field: str | None = None
+    """Path of the field at fault, if one is."""

@@ -1,0 +1,293 @@
+"""The transaction in which sessions end: attempts, results, groups, callbacks and events, all or nothing.
+
+Every sample of a task yields exactly one session result, and every task exactly one group result, whatever happens. A
+session that is no longer the caller's (another epoch ended it) changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Row, bindparam, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from towline.schema import EndReason, SessionResult, SessionState, TaskState, Unit
+from towline.schema.files import dump_json, load_json
+from towline.server import names, tables
+from towline.server.rows import Ending, clean, ended_event, row_event, waiting_row
+from towline.server.rules import Group, Verdict, final_state, tried_again, verdict
+from towline.server.store import Store, add_events, chunks, take
+from towline.server.tables import Phase
+
+_FIELDS = ("state", "end_reason", "error", "segment", "place", "sha256", "updated")
+_END = (
+    update(tables.sessions)
+    .where(tables.sessions.c.session_id == bindparam("id"))
+    .values(phase=Phase.ENDED.value, **{name: bindparam(f"to_{name}") for name in _FIELDS})
+)
+
+
+@dataclass(slots=True)
+class Effects:
+    """What a transaction asks to be done once it is committed."""
+
+    stop: list[str] = field(default_factory=list)
+    """Sessions under way that nobody needs any more."""
+    over: list[str] = field(default_factory=list)
+    """Tasks of which no session is left."""
+    fenced: list[Ending] = field(default_factory=list)
+    """Endings that came too late."""
+    ended: list[SessionState] = field(default_factory=list)
+    waiting: int = 0
+    """Change of the number of sessions that wait."""
+    published: int = 0
+    callbacks: int = 0
+
+
+class Ender:
+    """One transaction's worth of endings."""
+
+    def __init__(self, store: Store, tx: AsyncConnection, at: float):
+        self.store = store
+        self.tx = tx
+        self.at = at
+        self.effects = Effects()
+        self._tasks: dict[str, Row[Any]] = {}
+        self._groups: dict[str, Group] = {}
+        self._results: list[dict[str, Any]] = []
+        self._happened: list[tuple[str, dict[str, Any]]] = []
+
+    async def conclude(self, endings: Sequence[Ending]) -> Effects:
+        await self._lock({ending.task_id for ending in endings})
+        strikes = await self._take(endings)
+        for ending in endings:
+            if ending.session_id in strikes:
+                await self._end(ending, strikes[ending.session_id])
+            else:
+                self.effects.fenced.append(ending)
+        return await self._commit()
+
+    async def cancel(self, task_id: str) -> Effects | None:
+        """End a task; `None` if there is none."""
+        await self._lock({task_id})
+        group = self._groups.get(task_id)
+        if group is None:
+            return None
+        if group.open:
+            group.state = TaskState.CANCELLED
+            self._publish_group(task_id, complete=False)
+            await self._stop_rest(task_id)
+        return await self._commit()
+
+    # Locks
+
+    async def _lock(self, ids: set[str]) -> None:
+        table = tables.tasks
+        for some in chunks(sorted(ids)):
+            query = select(table).where(table.c.task_id.in_(some)).order_by(table.c.task_id).with_for_update()
+            for row in await self.tx.execute(query):
+                self._tasks[row.task_id] = row
+                self._groups[row.task_id] = Group(
+                    row.num_samples, row.required, row.finished, row.usable, TaskState(row.state), row.grouped
+                )
+
+    async def _take(self, endings: Sequence[Ending]) -> dict[str, int]:
+        """End the rows of the sessions that are the caller's to end; how many attempts before each are used up."""
+        table = tables.sessions
+        found: dict[str, int] = {}
+        epochs = {ending.session_id: ending.epoch for ending in endings}
+        for some in chunks(sorted(epochs)):
+            query = (
+                select(table.c.session_id, table.c.strikes, table.c.epoch)
+                .where(table.c.session_id.in_(some), table.c.phase == Phase.ACTIVE)
+                .order_by(table.c.session_id)
+                .with_for_update()
+            )
+            rows = await self.tx.execute(query)
+            found |= {row.session_id: row.strikes for row in rows if row.epoch == epochs[row.session_id]}
+        mine = [self._row(ending) for ending in endings if ending.session_id in found]
+        if mine:
+            await self.tx.execute(_END, mine)
+        return found
+
+    def _row(self, ending: Ending) -> dict[str, Any]:
+        error = clean(ending.error)
+        if ending.state is SessionState.FAILED and not error:
+            error = "unknown"
+        piece = ending.piece
+        return {
+            "id": ending.session_id,
+            "to_state": ending.state.value,
+            "to_end_reason": ending.end_reason.value if ending.end_reason else None,
+            "to_error": error,
+            "to_segment": piece.segment if piece else None,
+            "to_place": piece.place if piece else None,
+            "to_sha256": piece.sha256 if piece else None,
+            "to_updated": self.at,
+        }
+
+    # Samples
+
+    async def _end(self, ending: Ending, strikes: int) -> None:
+        task, group = self._tasks[ending.task_id], self._groups[ending.task_id]
+        self._happened += ending.steps
+        self._happened.append(("session", ended_event(ending)))
+        self.effects.ended.append(ending.state)
+        strikes += ending.strike
+        again = tried_again(
+            ending.state, hopeless=ending.hopeless, strikes=strikes, max_attempts=task.max_attempts, group=group
+        )
+        if again:
+            await self._try_again(ending, task, strikes)
+            return
+        group.finished += 1
+        group.usable += ending.usable
+        self._publish_session(ending, task, final_state(ending.state, group))
+        found = verdict(group)
+        if found is not Verdict.WAIT:
+            group.state = TaskState.DONE
+            self._publish_group(ending.task_id, complete=found is Verdict.COMPLETE)
+            if group.finished < group.num_samples:
+                await self._stop_rest(ending.task_id)
+
+    async def _try_again(self, ending: Ending, task: Row[Any], strikes: int) -> None:
+        table = tables.sessions
+        await self.tx.execute(
+            update(table).where(table.c.session_id == ending.session_id).values(latest=False, updated=self.at)
+        )
+        attempt = ending.attempt + 1
+        fresh = waiting_row(task.task_id, task.number, task.priority, ending.sample, attempt, strikes, self.at)
+        await self.tx.execute(insert(table), [fresh])
+        self._happened.append(("session", row_event(fresh)))
+        self.effects.waiting += 1
+
+    async def _stop_rest(self, task_id: str) -> None:
+        """Sessions that wait end here; those under way are told to."""
+        table, task, group = tables.sessions, self._tasks[task_id], self._groups[task_id]
+        waits = (table.c.task_id == task_id, table.c.phase == Phase.WAITING)
+        ended = await self.tx.execute(
+            update(table)
+            .where(*waits)
+            .values(phase=Phase.ENDED, state=SessionState.CANCELLED, end_reason=EndReason.CANCELLED, updated=self.at)
+            .returning(table.c.session_id, table.c.sample, table.c.attempt, table.c.epoch)
+        )
+        for row in sorted(ended, key=lambda row: row.sample):
+            state, reason = SessionState.CANCELLED, EndReason.CANCELLED
+            ending = Ending(row.session_id, task_id, row.sample, row.attempt, row.epoch, state, reason)
+            group.finished += 1
+            self.effects.waiting -= 1
+            self.effects.ended.append(ending.state)
+            self._happened.append(("session", ended_event(ending)))
+            self._publish_session(ending, task, ending.state)
+        active = select(table.c.session_id).where(table.c.task_id == task_id, table.c.phase == Phase.ACTIVE)
+        self.effects.stop += list((await self.tx.execute(active)).scalars())
+
+    # Results
+
+    def _publish_session(self, ending: Ending, task: Row[Any], state: SessionState) -> None:
+        error = clean(ending.error)
+        if state is SessionState.FAILED and ending.state is SessionState.LOST:
+            error = f"lost {ending.attempt} times; at last: {error or 'unknown'}"
+        body = SessionResult(
+            session_id=ending.session_id,
+            task_id=ending.task_id,
+            sample=ending.sample,
+            attempt=ending.attempt,
+            state=state,
+            end_reason=ending.end_reason,
+            error=error,
+            reward=ending.reward,
+            reward_status=ending.reward_status,
+            usable=ending.usable,
+            turns=ending.turns,
+            trained_tokens=ending.trained_tokens,
+            lowest_version=ending.lowest_version,
+            finished=self.at,
+            metadata=load_json(task.body).get("metadata", {}),
+        )
+        self._results.append(
+            {
+                "unit": Unit.SESSION.value,
+                "task_id": ending.task_id,
+                "session_id": ending.session_id,
+                "body": dump_json(body),
+                "usable": ending.usable,
+                "lowest_version": ending.lowest_version,
+                "max_staleness": task.max_staleness,
+                "created": self.at,
+            }
+        )
+
+    def _publish_group(self, task_id: str, *, complete: bool) -> None:
+        self._groups[task_id].grouped = True
+        self._results.append(
+            {
+                "unit": Unit.GROUP.value,
+                "task_id": task_id,
+                "session_id": None,
+                "body": None,
+                "usable": complete,
+                "lowest_version": None,
+                "max_staleness": self._tasks[task_id].max_staleness,
+                "created": self.at,
+            }
+        )
+
+    # The end of the transaction
+
+    async def _commit(self) -> Effects:
+        for task_id, group in self._groups.items():
+            await self._write_task(task_id, group)
+        if self._results:
+            await self._write_results()
+        await add_events(self.tx, self._happened, self.at)
+        return self.effects
+
+    async def _write_task(self, task_id: str, group: Group) -> None:
+        was = self._tasks[task_id]
+        now = {"finished": group.finished, "usable": group.usable, "grouped": group.grouped, "state": group.state}
+        if all(getattr(was, name) == value for name, value in now.items()):
+            return
+        table = tables.tasks
+        await self.tx.execute(update(table).where(table.c.task_id == task_id).values(**now, updated=self.at))
+        if was.state != group.state:
+            self._happened.append(("task", {"task_id": task_id, "state": group.state.value}))
+        if group.finished >= group.num_samples:
+            self.effects.over.append(task_id)
+
+    async def _write_results(self) -> None:
+        count = len(self._results)
+        first = await take(self.tx, "results", count) - count + 1
+        callbacks = []
+        for seq, row in enumerate(self._results, first):
+            row["seq"] = seq
+            told = {"result_id": names.result_id(row["unit"], seq, self.store.token), "unit": row["unit"]}
+            told |= {"task_id": row["task_id"], "session_id": row["session_id"], "usable": row["usable"]}
+            self._happened.append(("result", told))
+            url = self._tasks[row["task_id"]].callback
+            if row["unit"] == Unit.GROUP and url:
+                callbacks.append({"seq": seq, "url": url, "body": dump_json(told), "tries": 0, "due": self.at})
+        for row in self._results:
+            if row["unit"] == Unit.GROUP and row["usable"]:
+                row["lowest_version"] = await self._lowest(row["task_id"], row["seq"])
+        await self.tx.execute(insert(tables.results), self._results)
+        if callbacks:
+            await self.tx.execute(insert(tables.callbacks), callbacks)
+        self.effects.published += count
+        self.effects.callbacks += len(callbacks)
+
+    async def _lowest(self, task_id: str, before: int) -> int | None:
+        """The oldest version of a group: of members that are stored, and of those that are about to be."""
+        table = tables.results
+        query = select(table.c.lowest_version).where(
+            table.c.task_id == task_id, table.c.unit == Unit.SESSION.value, table.c.usable
+        )
+        found = list((await self.tx.execute(query)).scalars())
+        found += [
+            row["lowest_version"]
+            for row in self._results
+            if row["task_id"] == task_id and row["session_id"] and row["usable"] and row["seq"] < before
+        ]
+        return min((version for version in found if version is not None), default=None)

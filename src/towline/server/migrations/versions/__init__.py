@@ -1,0 +1,1 @@
+"""One file a step, applied in order when the server starts."""

@@ -1,0 +1,265 @@
+"""Delivery: consumers lease results, use them, and acknowledge them by id.
+
+A consumer is a cursor into the results and the leases of what it has not acknowledged yet, so that a call costs the same
+whatever the history is. Results are committed in the order of their numbers (see `tables`), hence a cursor passes nobody
+by. A result at or below the cursor without a lease is acknowledged, or was dropped as stale: it never comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from towline.crashpoints import crash_point
+from towline.schema import Acked, Result, SessionResult, Stale, Start, Unit
+from towline.schema.files import load_json
+from towline.server import names, tables
+from towline.server.rules import stale
+from towline.server.store import Store, chunks
+
+_SCANNED = 1000
+"""Most results that one transaction passes over."""
+_SEEN = 30.0
+"""Seconds between two notes that a consumer is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a consumer asks for."""
+
+    consumer: str
+    unit: Unit
+    most: int
+    seconds: float
+    """Of the lease."""
+    start: Start = Start.BEGINNING
+    max_staleness: int | None = None
+    stale: Stale = Stale.DROP
+
+
+@dataclass(slots=True)
+class Leased:
+    results: list[Result]
+    dropped: int
+    flagged: int
+    more: bool
+    """Some were passed over, and there may be others behind them."""
+    next_expiry: float | None
+    """When the first lease of this consumer runs out."""
+
+
+class Delivery:
+    def __init__(self, store: Store):
+        self.store = store
+
+    async def lease(self, wish: Wish, *, version: int, now: float) -> Leased:
+        """What there is for the consumer now; its first call makes it known."""
+        async with self.store.write() as tx:
+            leased = await self._lease(tx, wish, version, now)
+            if leased.results:
+                crash_point("server.before_lease")
+        if leased.results:
+            crash_point("server.after_lease")
+        return leased
+
+    async def _lease(self, tx: AsyncConnection, wish: Wish, version: int, now: float) -> Leased:
+        known = await self._consumer(tx, wish, now)
+        expired = await self._expired(tx, wish, now)
+        fresh = await self._fresh(tx, wish, known.cursor, wish.most - len(expired))
+        kept: list[Row[Any]] = []
+        old: set[int] = set()
+        cursor = known.cursor
+        for row in (*expired, *fresh):
+            if len(kept) >= wish.most:
+                break
+            cursor = max(cursor, row.seq)
+            if stale(version, row.lowest_version, row.max_staleness, wish.max_staleness):
+                old.add(row.seq)
+                if wish.stale is Stale.DROP:
+                    continue
+            kept.append(row)
+        if wish.stale is Stale.DROP:
+            await self._release(tx, wish.consumer, wish.unit, [row.seq for row in expired if row.seq in old])
+        until = now + wish.seconds
+        deliveries = await self._grant(tx, wish, kept, until)
+        dropped, flagged = (len(old), 0) if wish.stale is Stale.DROP else (0, len(old))
+        if cursor != known.cursor or kept or old or known.seen < now - _SEEN:
+            await self._note(tx, wish, known, cursor, len(kept), dropped, flagged, now)
+        results = await self._read(tx, wish, kept, deliveries, until, old)
+        return Leased(results, dropped, flagged, not results and bool(old), await self._next_expiry(tx, wish))
+
+    # The consumer
+
+    async def _consumer(self, tx: AsyncConnection, wish: Wish, now: float) -> Row[Any]:
+        table, counters = tables.consumers, tables.counters
+        mine = select(table).where(table.c.name == wish.consumer, table.c.unit == wish.unit.value).with_for_update()
+        found = (await tx.execute(mine)).one_or_none()
+        if found is not None:
+            return found
+        cursor = 0
+        if wish.start is Start.NOW:
+            cursor = int(await tx.scalar(select(counters.c.value).where(counters.c.name == "results")) or 0)
+        blank = dict.fromkeys(("delivered", "acked", "dropped", "flagged"), 0)
+        row = {"name": wish.consumer, "unit": wish.unit.value, "cursor": cursor, "created": now, "seen": now}
+        await tx.execute(self.store.insert_new(table).values(**row, **blank))
+        return (await tx.execute(mine)).one()
+
+    async def _note(
+        self, tx: AsyncConnection, wish: Wish, known: Row[Any], cursor: int, given: int, dropped: int, flagged: int,
+        now: float,
+    ) -> None:  # fmt: skip
+        table = tables.consumers
+        await tx.execute(
+            update(table)
+            .where(table.c.name == wish.consumer, table.c.unit == wish.unit.value)
+            .values(
+                cursor=cursor,
+                delivered=known.delivered + given,
+                dropped=known.dropped + dropped,
+                flagged=known.flagged + flagged,
+                seen=now,
+            )
+        )
+
+    # Leases
+
+    async def _expired(self, tx: AsyncConnection, wish: Wish, now: float) -> list[Row[Any]]:
+        leases, results = tables.leases, tables.results
+        query = (
+            select(*results.c, leases.c.delivery)
+            .join(results, results.c.seq == leases.c.seq)
+            .where(leases.c.consumer == wish.consumer, leases.c.unit == wish.unit.value, leases.c.until <= now)
+            .order_by(leases.c.seq)
+            .limit(wish.most)
+        )
+        return list(await tx.execute(query))
+
+    async def _fresh(self, tx: AsyncConnection, wish: Wish, cursor: int, wanted: int) -> list[Row[Any]]:
+        if wanted <= 0:
+            return []
+        table = tables.results
+        dropping = wish.max_staleness is not None and wish.stale is Stale.DROP
+        query = (
+            select(table)
+            .where(table.c.unit == wish.unit.value, table.c.seq > cursor)
+            .order_by(table.c.seq)
+            .limit(max(wanted, _SCANNED) if dropping else wanted)
+        )
+        return list(await tx.execute(query))
+
+    async def _grant(self, tx: AsyncConnection, wish: Wish, rows: Sequence[Row[Any]], until: float) -> dict[int, int]:
+        """Lease the rows until then; how often each was handed out."""
+        table = tables.leases
+        again = {row.seq: row.delivery + 1 for row in rows if "delivery" in row._fields}
+        fresh = [row.seq for row in rows if row.seq not in again]
+        for some in chunks(list(again)):
+            await tx.execute(
+                update(table)
+                .where(table.c.consumer == wish.consumer, table.c.unit == wish.unit.value, table.c.seq.in_(some))
+                .values(until=until, delivery=table.c.delivery + 1)
+            )
+        if fresh:
+            mine = {"consumer": wish.consumer, "unit": wish.unit.value, "until": until, "delivery": 1}
+            await tx.execute(insert(table), [mine | {"seq": seq} for seq in fresh])
+        return again | dict.fromkeys(fresh, 1)
+
+    async def _release(self, tx: AsyncConnection, consumer: str, unit: Unit, seqs: Sequence[int]) -> int:
+        """How many of them were leased."""
+        table, released = tables.leases, 0
+        for some in chunks(seqs):
+            gone = await tx.execute(
+                delete(table).where(table.c.consumer == consumer, table.c.unit == unit.value, table.c.seq.in_(some))
+            )
+            released += gone.rowcount
+        return released
+
+    async def give_back(self, consumer: str, *, now: float) -> int:
+        """End all leases of the consumer; how many."""
+        table = tables.leases
+        async with self.store.write() as tx:
+            mine = (table.c.consumer == consumer, table.c.until > now)
+            return int((await tx.execute(update(table).where(*mine).values(until=now))).rowcount)
+
+    async def _next_expiry(self, tx: AsyncConnection, wish: Wish) -> float | None:
+        table = tables.leases
+        mine = (table.c.consumer == wish.consumer, table.c.unit == wish.unit.value)
+        found = await tx.scalar(select(table.c.until).where(*mine).order_by(table.c.until).limit(1))
+        return None if found is None else float(found)
+
+    # What a result holds
+
+    async def _read(
+        self,
+        tx: AsyncConnection,
+        wish: Wish,
+        rows: Sequence[Row[Any]],
+        deliveries: dict[int, int],
+        until: float,
+        old: set[int],
+    ) -> list[Result]:
+        members = await self._members(tx, rows) if wish.unit is Unit.GROUP else {}
+        results = []
+        for row in rows:
+            sessions = members.get(row.seq, []) if wish.unit is Unit.GROUP else [_session(row.body)]
+            if row.seq in old:
+                sessions = [one.model_copy(update={"stale": True}) for one in sessions]
+            results.append(
+                Result(
+                    result_id=names.result_id(wish.unit, row.seq, self.store.token),
+                    unit=wish.unit,
+                    task_id=row.task_id,
+                    sessions=sessions,
+                    delivery=deliveries[row.seq],
+                    lease_until=until,
+                )
+            )
+        return results
+
+    async def _members(self, tx: AsyncConnection, groups: Sequence[Row[Any]]) -> dict[int, list[SessionResult]]:
+        """The sessions of complete groups: the usable results of their tasks that came before them."""
+        complete = {row.task_id: row.seq for row in groups if row.usable}
+        found: dict[int, list[SessionResult]] = {seq: [] for seq in complete.values()}
+        table = tables.results
+        for some in chunks(list(complete)):
+            query = select(table.c.task_id, table.c.seq, table.c.body).where(
+                table.c.task_id.in_(some), table.c.unit == Unit.SESSION.value, table.c.usable
+            )
+            for row in await tx.execute(query):
+                group = complete[row.task_id]
+                if row.seq < group:
+                    found[group].append(_session(row.body))
+        return {seq: sorted(sessions, key=lambda one: one.sample) for seq, sessions in found.items()}
+
+    # Acknowledging
+
+    async def ack(self, consumer: str, result_ids: Sequence[str], *, now: float) -> Acked:
+        """Done with for good, however often it is said. What was never handed to this consumer is told apart."""
+        parsed = {name: names.parse_result_id(name, self.store.token) for name in result_ids}
+        acked: list[str] = []
+        unknown: list[str] = []
+        table = tables.consumers
+        async with self.store.write() as tx:
+            query = select(table).where(table.c.name == consumer).order_by(table.c.unit).with_for_update()
+            cursors = {Unit(row.unit): row.cursor for row in await tx.execute(query)}
+            seqs: dict[Unit, list[int]] = {}
+            for name, place in parsed.items():
+                if place is None or place[1] > cursors.get(place[0], 0):
+                    unknown.append(name)
+                else:
+                    acked.append(name)
+                    seqs.setdefault(place[0], []).append(place[1])
+            for unit, some in seqs.items():
+                released = await self._release(tx, consumer, unit, some)
+                mine = (table.c.name == consumer, table.c.unit == unit.value)
+                await tx.execute(update(table).where(*mine).values(acked=table.c.acked + released, seen=now))
+            crash_point("server.before_ack")
+        crash_point("server.after_ack")
+        return Acked(acked=acked, unknown=unknown)
+
+
+def _session(body: bytes) -> SessionResult:
+    return SessionResult.model_validate(load_json(body))

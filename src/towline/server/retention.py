@@ -1,0 +1,158 @@
+"""What is kept, and for how long.
+
+A task with all that came of it is kept for `keep_seconds` after its end, and longer while a consumer that is alive has not
+acknowledged its results. A consumer that was silent for `silent_seconds` keeps nothing; when it comes back, it goes on with
+what is still there. Rows go first, their files' names into the trash in the same transaction; then the files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from sqlalchemy import delete, func, select, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from towline.server import tables
+from towline.server.events import Events
+from towline.server.runner import Runner
+from towline.server.segments import Segments
+from towline.server.store import Store, chunks
+
+log = logging.getLogger("towline.server")
+_TASKS = 200
+"""Most tasks that one pass removes."""
+_EVERY = 60.0
+_SWEPT = "swept_epoch"
+
+
+class Retention:
+    def __init__(self, store: Store, segments: Segments, events: Events, runner: Runner, *, keep: float, silent: float):
+        self.store = store
+        self.segments = segments
+        self.events = events
+        self.runner = runner
+        self.keep = keep
+        self.silent = silent
+        self._work: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._work = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.gather(self._work, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                while await self.sweep(time.time()) >= _TASKS:
+                    continue
+                await self.events.prune()
+            except (DBAPIError, OSError) as error:
+                log.warning("old results could not be removed: %s", error)
+            await asyncio.sleep(_EVERY)
+
+    async def sweep(self, now: float) -> int:
+        """Remove tasks that nobody needs; how many."""
+        async with self.store.write() as tx:
+            gone = await self._removable(tx, now)
+            sessions = [name for some in chunks(gone) for name in await self._remove(tx, some)]
+        await self.runner.erase(sessions)
+        await self.empty_trash()
+        return len(gone)
+
+    async def _removable(self, tx: AsyncConnection, now: float) -> list[str]:
+        tasks, results = tables.tasks, tables.results
+        old = (
+            select(tasks.c.task_id)
+            .where(tasks.c.updated <= now - self.keep, tasks.c.grouped, tasks.c.finished >= tasks.c.num_samples)
+            .order_by(tasks.c.updated)
+            .limit(_TASKS)
+            .with_for_update()
+        )
+        ids = list((await tx.execute(old)).scalars())
+        floors = await self._floors(tx, now)
+        needed: set[str] = set()
+        for some in chunks(ids):
+            query = (
+                select(results.c.task_id, results.c.unit, func.max(results.c.seq).label("last"))
+                .where(results.c.task_id.in_(some))
+                .group_by(results.c.task_id, results.c.unit)
+            )
+            needed |= {row.task_id for row in await tx.execute(query) if row.last > floors.get(row.unit, row.last)}
+        return [name for name in ids if name not in needed]
+
+    async def _floors(self, tx: AsyncConnection, now: float) -> dict[str, int]:
+        """For each unit that a living consumer reads: the number up to which all of them have acknowledged everything."""
+        consumers, leases = tables.consumers, tables.leases
+        first = (
+            select(leases.c.consumer, leases.c.unit, func.min(leases.c.seq).label("first"))
+            .group_by(leases.c.consumer, leases.c.unit)
+            .subquery()
+        )
+        same = (first.c.consumer == consumers.c.name) & (first.c.unit == consumers.c.unit)
+        query = (
+            select(consumers.c.unit, consumers.c.cursor, first.c.first)
+            .outerjoin(first, same)
+            .where(consumers.c.seen > now - self.silent)
+        )
+        floors: dict[str, int] = {}
+        for row in await tx.execute(query):
+            mine = row.cursor if row.first is None else row.first - 1
+            floors[row.unit] = min(mine, floors.get(row.unit, mine))
+        return floors
+
+    async def _remove(self, tx: AsyncConnection, ids: Sequence[str]) -> list[str]:
+        """The sessions that are gone."""
+        sessions, results, leases = tables.sessions, tables.results, tables.leases
+        mine = select(sessions.c.session_id, sessions.c.segment).where(sessions.c.task_id.in_(ids))
+        found = list(await tx.execute(mine))
+        files = {row.segment for row in found if row.segment}
+        seqs = select(results.c.seq).where(results.c.task_id.in_(ids))
+        await tx.execute(delete(leases).where(leases.c.seq.in_(seqs)))
+        await tx.execute(delete(tables.callbacks).where(tables.callbacks.c.seq.in_(seqs)))
+        for table in (results, sessions, tables.tasks):
+            await tx.execute(delete(table).where(table.c.task_id.in_(ids)))
+        # A segment goes when the last of its sessions has gone.
+        for some in chunks(sorted(files)):
+            still = await tx.execute(select(sessions.c.segment).where(sessions.c.segment.in_(some)).distinct())
+            left = set(still.scalars())
+            rows = [{"segment": name} for name in some if name not in left]
+            if rows:
+                await tx.execute(self.store.insert_new(tables.trash), rows)
+        return [row.session_id for row in found]
+
+    async def empty_trash(self) -> None:
+        table = tables.trash
+        while True:
+            async with self.store.read() as tx:
+                some = list((await tx.execute(select(table.c.segment).limit(500))).scalars())
+            if not some:
+                return
+            await self.segments.delete(some)
+            async with self.store.write() as tx:
+                await tx.execute(delete(table).where(table.c.segment.in_(some)))
+
+    async def collect_orphans(self) -> int:
+        """Remove the segments that earlier servers wrote and no row names; how many. Looks at each epoch once."""
+        meta, sessions = tables.meta, tables.sessions
+        async with self.store.read() as tx:
+            swept = int(await tx.scalar(select(meta.c.value).where(meta.c.name == _SWEPT)) or 0)
+        removed = 0
+        for epoch in range(swept + 1, self.store.epoch):
+            for some in chunks(await self.segments.names(epoch)):
+                async with self.store.read() as tx:
+                    found = await tx.execute(select(sessions.c.segment).where(sessions.c.segment.in_(some)))
+                    known = set(found.scalars())
+                orphans = [name for name in some if name not in known]
+                await self.segments.delete(orphans)
+                removed += len(orphans)
+            async with self.store.write() as tx:
+                await tx.execute(self.store.insert_new(meta).values(name=_SWEPT, value=str(epoch)))
+                await tx.execute(update(meta).where(meta.c.name == _SWEPT).values(value=str(epoch)))
+        return removed

@@ -1,0 +1,348 @@
+"""Sessions from the queue to a runner, and their ends into the store.
+
+A session's end is written in this order: its trajectory as a segment, then, in one transaction, everything that follows
+from it. Ends that come together share a transaction. A session whose end cannot be written because the database is away
+waits for it; nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import partial
+
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from towline.crashpoints import crash_point
+from towline.errors import TowlineError
+from towline.schema import EndReason, SchemaError, Session, SessionState, Task, Trajectory
+from towline.schema.files import load_json
+from towline.server import queueing, tables
+from towline.server.ending import Effects, Ender
+from towline.server.metrics import Metrics
+from towline.server.policy import PolicyDesk
+from towline.server.rows import Ending, lost_ending
+from towline.server.runner import NodeLost, Outcome, Runner
+from towline.server.segments import Piece, Segments
+from towline.server.signals import Signal
+from towline.server.store import Store, chunks
+from towline.server.tables import Phase
+
+log = logging.getLogger("towline.server")
+_TOGETHER = 64
+"""Most ends in one transaction, and most sessions claimed at once."""
+_STEPS = 0.1
+"""Seconds between two writings of the stages that sessions are in."""
+_REMEMBERED = 256
+_PATIENCE = 60.0
+"""Seconds that a stop waits for sessions that were told to end, and for a database that is away."""
+
+
+@dataclass(slots=True)
+class Signals:
+    """What the parts of the server tell each other."""
+
+    work: Signal
+    """There may be something to start."""
+    results: Signal
+    events: Signal
+    callbacks: Signal
+
+
+@dataclass(slots=True)
+class _End:
+    """A session's end on its way into the store."""
+
+    ending: Ending
+    trajectory: Trajectory | None
+    written: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Scheduler:
+    def __init__(
+        self, store: Store, segments: Segments, runner: Runner, policy: PolicyDesk, signals: Signals, metrics: Metrics
+    ):
+        self.store = store
+        self.segments = segments
+        self.runner = runner
+        self.policy = policy
+        self.signals = signals
+        self.metrics = metrics
+        self.waiting = 0
+        """Sessions that wait, as far as is known; counted anew now and then."""
+        self.flights: dict[str, asyncio.Task[None]] = {}
+        self.broken = ""
+        """Why it no longer works, if it does not."""
+        self._stop: set[str] = set()
+        """Sessions under way that are to end."""
+        self._interrupted = False
+        self._closing = False
+        self._steps: dict[str, list[Session]] = {}
+        self._stepping_now = asyncio.Lock()
+        self._ends: asyncio.Queue[_End] = asyncio.Queue()
+        self._tasks: OrderedDict[str, Task] = OrderedDict()
+        self._loops: list[asyncio.Task[None]] = []
+
+    # Life
+
+    async def recover(self) -> int:
+        """End what an earlier server left: its sessions are archived as LOST and tried again. How many there were."""
+        table = tables.sessions
+        async with self.store.read() as tx:
+            query = select(table).where(table.c.phase == Phase.ACTIVE, table.c.epoch < self.store.epoch)
+            rows = list(await tx.execute(query))
+        endings = {row.session_id: lost_ending(row) for row in rows}
+        async for trajectory in self.runner.recover(set(endings)):
+            ending = endings.pop(trajectory.session_id)
+            ending.turns = trajectory.report.turns
+            await self._keep([_End(ending, _with_state(trajectory, SessionState.LOST))])
+            await self.runner.discard(ending.session_id)
+        for some in chunks(list(endings.values())):
+            await self._keep([_End(ending, None) for ending in some])
+        self.waiting = await queueing.waiting(self.store)
+        return len(rows)
+
+    def start(self) -> None:
+        self._loops = [asyncio.create_task(work) for work in (self._claiming(), self._ending(), self._stepping())]
+        for loop in self._loops:
+            loop.add_done_callback(self._broke)
+
+    def _broke(self, loop: asyncio.Task[None]) -> None:
+        if not loop.cancelled() and (error := loop.exception()) is not None:
+            self.broken = f"{type(error).__name__}: {error}"
+            log.critical("the scheduler broke; start the server again", exc_info=error)
+
+    async def close(self, seconds: float) -> None:
+        """Give sessions so long to end by themselves; then keep their turns and leave them to the next server."""
+        self._closing = True
+        self.signals.work.give()
+        # What is being claimed at this moment becomes a flight like the others.
+        await asyncio.wait(self._loops[:1], timeout=_PATIENCE)
+        await self._land(seconds)
+        self._interrupted = True
+        for session_id in list(self.flights):
+            self.runner.cancel(session_id)
+        await self._land(_PATIENCE)
+        if self.flights:
+            log.error("%d sessions could not be written at the end; the next server finds them lost", len(self.flights))
+        left = [*self._loops, *self.flights.values()]
+        for work in left:
+            work.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    async def _land(self, seconds: float) -> None:
+        if self.flights:
+            await asyncio.wait(list(self.flights.values()), timeout=seconds)
+
+    # Starting sessions
+
+    async def _claiming(self) -> None:
+        while not self._closing:
+            count = self.signals.work.count
+            room = self.runner.capacity - len(self.flights)
+            claimed = []
+            if room > 0 and not self.policy.now.paused:
+                claimed = await self.store.insist(partial(self._claim, room=room), what="claim")
+            for one in claimed:
+                self._launch(one)
+            # Whoever was to be stopped and is no flight has ended by himself.
+            self._stop &= self.flights.keys()
+            if claimed:
+                self.waiting = max(0, self.waiting - len(claimed))
+                self.signals.events.give()
+            else:
+                await self.signals.work.wait(count, 5.0)
+
+    async def _claim(self, tx: AsyncConnection, *, room: int) -> list[queueing.Claimed]:
+        claimed = await queueing.claim(
+            tx, min(room, _TOGETHER), epoch=self.store.epoch, node=self.runner.name, at=time.time()
+        )
+        if claimed:
+            crash_point("server.before_claim")
+        return claimed
+
+    def _launch(self, claimed: queueing.Claimed) -> None:
+        crash_point("server.after_claim")
+        session = claimed.session
+        flight = asyncio.create_task(self._fly(session, claimed.body))
+        self.flights[session.session_id] = flight
+        flight.add_done_callback(lambda done: self._landed(session.session_id, done))
+
+    def _task(self, task_id: str, body: bytes) -> Task:
+        task = self._tasks.get(task_id)
+        if task is None:
+            task = self._tasks[task_id] = Task.model_validate(load_json(body))
+            if len(self._tasks) > _REMEMBERED:
+                self._tasks.popitem(last=False)
+        return task
+
+    def _landed(self, session_id: str, done: asyncio.Task[None]) -> None:
+        self.flights.pop(session_id, None)
+        self._stop.discard(session_id)
+        self._steps.pop(session_id, None)
+        self.signals.work.give()
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("the end of session %s could not be written", session_id, exc_info=error)
+
+    def stop(self, session_ids: list[str]) -> None:
+        """End sessions that are under way, or are about to be."""
+        for session_id in session_ids:
+            self._stop.add(session_id)
+            self.runner.cancel(session_id)
+
+    # Ending sessions
+
+    async def _fly(self, session: Session, body: bytes) -> None:
+        outcome: Outcome | None = None
+        ending = Ending(
+            session.session_id, session.task_id, session.sample, session.attempt, self.store.epoch, SessionState.FAILED
+        )
+        try:
+            running = self.runner.submit(self._task(session.task_id, body), session)
+            if session.session_id in self._stop or self._interrupted:
+                self.runner.cancel(session.session_id)
+            outcome = await running
+        except NodeLost as error:
+            ending.state, ending.error = SessionState.LOST, str(error) or "its node is gone"
+        except TowlineError as error:
+            ending.error = str(error)
+        except Exception as error:
+            log.exception("session %s failed", session.session_id)
+            ending.error = str(error) or repr(error)
+        trajectory = None if outcome is None else self._told(ending, outcome)
+        # Stages that are being written at this moment come before the end.
+        async with self._stepping_now:
+            steps = self._steps.pop(session.session_id, [])
+        ending.steps = [("session", queueing.step_event(step)) for step in steps]
+        end = _End(ending, trajectory)
+        await self._ends.put(end)
+        await end.written
+        if outcome is not None:
+            await self.runner.discard(session.session_id)
+
+    def _told(self, ending: Ending, outcome: Outcome) -> Trajectory:
+        """Fill in the ending; the trajectory to keep."""
+        trajectory, session = outcome.trajectory, outcome.session
+        if self._interrupted and session.state is SessionState.CANCELLED and ending.session_id not in self._stop:
+            ending.state, ending.error, ending.strike = SessionState.LOST, "the server was told to stop", False
+            trajectory = _with_state(trajectory, SessionState.LOST)
+        else:
+            ending.state, ending.error = session.state, trajectory.error or session.error
+        reward = trajectory.reward
+        versions = [trace.lowest_version for trace in trajectory.traces]
+        ending.end_reason = trajectory.end_reason
+        ending.hopeless = outcome.hopeless
+        ending.usable = outcome.usable and ending.state is SessionState.DONE
+        ending.reward = reward.score if reward is not None else None
+        ending.reward_status = reward.status if reward is not None else None
+        if reward is not None and reward.error and not ending.error:
+            ending.error = reward.error
+        ending.turns = trajectory.report.turns
+        ending.trained_tokens = trajectory.report.trained_tokens
+        ending.lowest_version = min((version for version in versions if version is not None), default=None)
+        return trajectory
+
+    async def _ending(self) -> None:
+        while True:
+            batch = [await self._ends.get()]
+            while len(batch) < _TOGETHER and not self._ends.empty():
+                batch.append(self._ends.get_nowait())
+            try:
+                await self._keep(batch)
+            except Exception:
+                log.exception("%d sessions' ends could not be written together; one by one", len(batch))
+                await self._one_by_one(batch)
+            for end in batch:
+                if not end.written.done():
+                    end.written.set_result(None)
+
+    async def _one_by_one(self, batch: list[_End]) -> None:
+        for end in batch:
+            try:
+                await self._keep([end])
+            except Exception as error:
+                # The session stays as it is; the next server finds it and tries again.
+                end.written.set_exception(error)
+
+    async def _keep(self, batch: list[_End]) -> None:
+        """The trajectories first, then the rows that name them."""
+        full = [end for end in batch if end.trajectory is not None]
+        if full:
+            pieces = await self._write_segment([end.trajectory for end in full if end.trajectory is not None])
+            for end, piece in zip(full, pieces, strict=True):
+                if isinstance(piece, Piece):
+                    end.ending.piece = piece
+                else:
+                    end.ending.state, end.ending.usable = SessionState.FAILED, False
+                    end.ending.error = f"its trajectory cannot be written: {piece}"
+        await self._write_ends([end.ending for end in batch])
+
+    async def _write_segment(self, trajectories: list[Trajectory]) -> list[Piece | SchemaError]:
+        pause = 0.1
+        while True:
+            try:
+                return await self.segments.write(trajectories, self.store.epoch)
+            except OSError as error:
+                log.error("trajectories cannot be written, trying again: %s", error)
+            await asyncio.sleep(pause)
+            pause = min(10.0, pause * 2)
+
+    async def _write_ends(self, endings: list[Ending]) -> None:
+        async def write(tx: AsyncConnection) -> Effects:
+            effects = await Ender(self.store, tx, time.time()).conclude(endings)
+            crash_point("server.before_commit")
+            return effects
+
+        effects = await self.store.insist(write, what="the end of a session")
+        crash_point("server.after_commit")
+        for late in effects.fenced:
+            log.warning("session %s had ended before; what came of it now is not used", late.session_id)
+        self.apply(effects)
+
+    def apply(self, effects: Effects) -> None:
+        """What a committed transaction asks for."""
+        self.waiting = max(0, self.waiting + effects.waiting)
+        for state in effects.ended:
+            self.metrics.sessions.labels(state.value).inc()
+        for task_id in effects.over:
+            self._tasks.pop(task_id, None)
+            self.runner.forget(task_id)
+        self.stop(effects.stop)
+        if effects.published:
+            self.signals.results.give()
+        if effects.callbacks:
+            self.signals.callbacks.give()
+        self.signals.events.give()
+        if effects.waiting > 0:
+            self.signals.work.give()
+
+    # Stages
+
+    def changed(self, session: Session) -> None:
+        """A session came to another stage. Written with those of others; an end has a transaction of its own."""
+        if not session.state.terminal and session.state is not SessionState.QUEUED:
+            self._steps.setdefault(session.session_id, []).append(session)
+
+    async def _stepping(self) -> None:
+        while True:
+            await asyncio.sleep(_STEPS)
+            if not self._steps:
+                continue
+            async with self._stepping_now:
+                steps = [step for session in self._steps.values() for step in session]
+                self._steps.clear()
+                if steps:
+                    await self.store.insist(partial(self._write_steps, steps=steps), what="the stages of sessions")
+            self.signals.events.give()
+
+    async def _write_steps(self, tx: AsyncConnection, *, steps: list[Session]) -> None:
+        await queueing.write_steps(tx, steps, self.store.epoch, time.time())
+
+
+def _with_state(trajectory: Trajectory, state: SessionState) -> Trajectory:
+    end = trajectory.end_reason or EndReason.ERROR
+    return Trajectory.model_validate(trajectory.__dict__ | {"state": state, "end_reason": end})

@@ -1,0 +1,215 @@
+"""The service as one object: its parts, put together, started and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from towline.config import ServerSettings
+from towline.schema import Accepted, Acked, Results, Task, TaskStatus
+from towline.server import queueing, reading
+from towline.server.admission import admit
+from towline.server.auth import Caller, Keys, loopback
+from towline.server.callbacks import Callbacks
+from towline.server.ending import Effects, Ender
+from towline.server.errors import Full, Invalid, NotFound, StoreError
+from towline.server.events import Events
+from towline.server.metrics import Metrics
+from towline.server.policy import PolicyDesk
+from towline.server.results import Delivery, Wish
+from towline.server.retention import Retention
+from towline.server.runner import Runner
+from towline.server.scheduler import Scheduler, Signals
+from towline.server.segments import Segments
+from towline.server.signals import Signal
+from towline.server.store import Store, database_url
+
+log = logging.getLogger("towline.server")
+_CHECK = 30.0
+"""Seconds between two looks at the store: is it still this server's, and how much waits."""
+
+
+class Service:
+    def __init__(self, settings: ServerSettings, runner: Runner):
+        self.settings = settings
+        self.runner = runner
+        self.stopping = asyncio.Event()
+        self.signals = Signals(Signal(), Signal(), Signal(), Signal())
+        self.metrics = Metrics()
+        self.store = Store(database_url(settings.database, settings.data))
+        self.segments = Segments(settings.segments or settings.data / "segments")
+        self.keys = Keys(self.store, needed=not loopback(settings.host))
+        self.delivery = Delivery(self.store)
+        self.policy = PolicyDesk(self.store, runner, self.signals.work)
+        self.events = Events(self.store, self.signals.events, self.stopping, keep=settings.events)
+        self.retention = Retention(
+            self.store,
+            self.segments,
+            self.events,
+            runner,
+            keep=settings.keep_seconds,
+            silent=settings.silent_seconds,
+        )
+        self.scheduler = Scheduler(self.store, self.segments, runner, self.policy, self.signals, self.metrics)
+        runner.watch(self.scheduler.changed)
+        self.callbacks = Callbacks(self.store, self.signals.callbacks, self.metrics, tries=settings.callback_tries)
+        self.started = 0.0
+        self._watching: asyncio.Task[None] | None = None
+
+    # Life
+
+    async def open(self) -> None:
+        """Take the store, end what an earlier server left, and start to work."""
+        self.settings.data.mkdir(parents=True, exist_ok=True)
+        await self.store.open()
+        try:
+            await self.policy.restore()
+            lost = await self.scheduler.recover()
+            orphans = await self.retention.collect_orphans()
+            if lost or orphans:
+                log.warning("after a crash: %d sessions lost and tried again, %d segments removed", lost, orphans)
+            self.scheduler.start()
+            self.callbacks.start()
+            self.retention.start()
+            self._watching = asyncio.create_task(self._watch())
+        except BaseException:
+            await self.store.close()
+            raise
+        self.started = time.time()
+
+    def stop(self) -> None:
+        """Those who wait for results or events are answered now."""
+        self.stopping.set()
+        self.signals.results.give()
+        self.signals.events.give()
+
+    async def close(self) -> None:
+        self.stop()
+        await self.scheduler.close(self.settings.stop_seconds)
+        for part in (self.callbacks, self.retention):
+            await part.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        await self.store.close()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK)
+            try:
+                await self.store.hold()
+                self.scheduler.waiting = await queueing.waiting(self.store)
+            except StoreError as error:
+                self.scheduler.broken = str(error)
+                log.critical("%s", error)
+                return
+            except (DBAPIError, OSError) as error:
+                log.warning("the database is away: %s", error)
+
+    # Tasks
+
+    async def submit(self, tasks: Sequence[Task], caller: Caller, *, many: bool) -> list[Accepted]:
+        trusted = caller.may()
+        written = [
+            admit(task, f"[{index}]" if many else "", runner=self.runner, settings=self.settings, trusted=trusted)
+            for index, task in enumerate(tasks)
+        ]
+        wanted = sum(task.num_samples for task in tasks)
+        if wanted > self.settings.queue:
+            raise Invalid(f"{wanted} sessions at once are more than the queue holds, {self.settings.queue}")
+        if not written:
+            return []
+        room = self.settings.queue - self.scheduler.waiting
+        try:
+            answers, waiting = await queueing.accept(self.store, written, room=room, at=time.time())
+        except Full as error:
+            self.metrics.refused.inc()
+            error.retry_after = 5.0
+            raise
+        self.scheduler.waiting += waiting
+        self.metrics.tasks.inc(sum(answer.created for answer in answers))
+        self.signals.work.give()
+        self.signals.events.give()
+        return answers
+
+    async def cancel(self, task_id: str) -> TaskStatus:
+        async def write(tx: AsyncConnection) -> Effects | None:
+            return await Ender(self.store, tx, time.time()).cancel(task_id)
+
+        effects = await self.store.insist(write, what="cancel")
+        if effects is None:
+            raise NotFound(f"no task {task_id!r}")
+        self.scheduler.apply(effects)
+        return await reading.task_status(self.store, task_id)
+
+    # Results
+
+    async def lease(self, wish: Wish, wait: float, gone: asyncio.Event | None = None) -> Results:
+        """Waits for the first result, at most so long. Whoever is gone gets nothing: it would be his for a whole lease."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + min(wait, self.settings.wait_seconds)
+        dropped = 0
+        while True:
+            count = self.signals.results.count
+            version = self.policy.now.version
+            if gone is not None and gone.is_set():
+                return Results(results=[], dropped=dropped, version=version)
+            found = await self.delivery.lease(wish, version=version, now=time.time())
+            dropped += found.dropped
+            unit = wish.unit.value
+            self.metrics.dropped.labels(unit).inc(found.dropped)
+            self.metrics.flagged.labels(unit).inc(found.flagged)
+            left = until - clock()
+            if found.results or self.stopping.is_set() or (left <= 0 and not found.more):
+                self.metrics.delivered.labels(unit).inc(len(found.results))
+                return Results(results=found.results, dropped=dropped, version=version)
+            if not found.more:
+                if found.next_expiry is not None:
+                    left = min(left, max(0.01, found.next_expiry - time.time()))
+                await self.signals.results.wait(count, left)
+
+    async def release(self, consumer: str) -> int:
+        """Give back what a consumer holds: it comes again at once."""
+        released = await self.delivery.give_back(consumer, now=time.time())
+        self.signals.results.give()
+        return released
+
+    async def ack(self, consumer: str, result_ids: Sequence[str]) -> Acked:
+        acked = await self.delivery.ack(consumer, result_ids, now=time.time())
+        self.metrics.acked.inc(len(acked.acked))
+        return acked
+
+    # For people
+
+    def health(self) -> dict[str, object]:
+        problem = self.scheduler.broken
+        return {
+            "status": "broken" if problem else "stopping" if self.stopping.is_set() else "ok",
+            **({"error": problem} if problem else {}),
+            "waiting": self.scheduler.waiting,
+            "active": len(self.scheduler.flights),
+            "version": self.policy.now.version,
+            "paused": self.policy.now.paused,
+            "seconds": round(time.time() - self.started, 1),
+        }
+
+    def figures(self) -> bytes:
+        self.metrics.waiting.set(self.scheduler.waiting)
+        self.metrics.active.set(len(self.scheduler.flights))
+        self.metrics.version.set(self.policy.now.version)
+        self.metrics.paused.set(self.policy.now.paused)
+        return self.metrics.text()
+
+
+async def open_store(settings: ServerSettings) -> Store:
+    """The store of a service that need not run, to look after its keys."""
+    await asyncio.to_thread(Path.mkdir, settings.data, parents=True, exist_ok=True)
+    store = Store(database_url(settings.database, settings.data))
+    await store.open(serving=False)
+    return store

@@ -1,0 +1,1 @@
+"""Tasks from files: one loader a format, and the oracle that shows a task can be solved."""

@@ -1,0 +1,251 @@
+"""Harbor task folders as tasks: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`, `steps/`.
+
+What a task asks for is done, or the folder is refused with the reason. Two things are narrower than in Harbor. Network:
+without an explicit `network_mode = "public"` a task gets the gateway and nothing else, an allow-list of hosts too, since
+nothing here can enforce one. Steps: the agent gets the steps' instructions in order as one text, and each step's tests
+judge what is there in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from towline.schema import Task
+from towline.tasks.errors import Place
+from towline.tasks.harbor_toml import Artifacts, EnvironmentTable, HarborToml, Healthcheck, StepTable
+from towline.tasks.variables import MissingVariable, expand_all
+
+if TYPE_CHECKING:
+    from towline.tasks.rows import Defaults
+
+FILE = "task.toml"
+WORKDIR = "/app"
+"""Where a task works that neither `environment.workdir` nor its Dockerfile's WORKDIR places."""
+LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
+_COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
+_WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
+_MARGIN = 60.0
+"""Seconds that the evaluation has besides those of the tests, to carry and upload."""
+
+
+def load_folder(folder: Path, defaults: Defaults) -> Task:
+    """The task of a Harbor folder."""
+    folder = folder.resolve()
+    place = Place(folder / FILE)
+    config = _config(place)
+    _refuse(config, folder, place)
+    name = config.task.name if config.task else folder.name
+    ignored = config.unknown()
+    notes = [f"ignored in {FILE}: {', '.join(ignored)}"] if ignored else []
+    network = _network(config, notes)
+    try:
+        values: dict[str, Any] = {
+            "task_id": name,
+            "instruction": _instruction(folder, config),
+            "harness": defaults.harness,
+            "harness_options": dict(defaults.harness_options),
+            "num_samples": defaults.samples or 1,
+            "environment": _environment(folder, config, place) | {"network": network},
+            "evaluator": _evaluator(folder, config),
+            "timeouts": _timeouts(config),
+            "metadata": _metadata(folder, config, notes),
+        }
+    except MissingVariable as error:
+        raise place.error("env", str(error)) from error
+    try:
+        return Task.model_validate(values)
+    except ValidationError as error:
+        raise place.invalid(error) from error
+
+
+def _config(place: Place) -> HarborToml:
+    try:
+        return HarborToml.model_validate(tomllib.loads(place.path.read_text("utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise place.error("", str(error)) from error
+    except ValidationError as error:
+        raise place.invalid(error) from error
+
+
+def _refuse(config: HarborToml, folder: Path, place: Place) -> None:
+    environment = config.environment
+    if environment.gpus or environment.tpu:
+        raise place.error("environment.gpus", "sandboxes have no GPU or TPU; the task must do without")
+    for name, verifier in [
+        ("verifier", config.verifier),
+        *((f"steps.{s.name}.verifier", s.verifier) for s in config.steps),
+    ]:
+        if verifier.environment is not None:
+            raise place.error(
+                f"{name}.environment", "tests run in the task's own environment; they cannot have another"
+            )
+        if verifier.collect:
+            raise place.error(
+                f"{name}.collect", "commands between agent and tests cannot be run; put them into test.sh"
+            )
+    if environment.os != "linux":
+        raise place.error("environment.os", f"sandboxes run Linux, not {environment.os}")
+    if environment.mcp_servers:
+        raise place.error("environment.mcp_servers", "MCP servers beside the sandbox cannot be started; leave them out")
+    compose = next((name for name in _COMPOSE if (folder / "environment" / name).exists()), None)
+    if compose:
+        raise Place(folder / "environment" / compose).error(
+            "", "a task has one sandbox; several services cannot be run"
+        )
+    if not environment.docker_image and not (folder / "environment" / "Dockerfile").is_file():
+        raise place.error("environment", "needs environment/Dockerfile or docker_image")
+    for step in config.steps:
+        if (folder / "steps" / step.name / "workdir").exists():
+            raise Place(folder / "steps" / step.name / "workdir").error(
+                "", "files that come with a later step cannot be held back; put them into the environment"
+            )
+
+
+def _instruction(folder: Path, config: HarborToml) -> str:
+    """The task's instruction, or those of its steps in order."""
+    if not config.steps:
+        return _text(folder / "instruction.md")
+    parts = []
+    for number, step in enumerate(config.steps, 1):
+        text = _text(folder / "steps" / step.name / "instruction.md").strip()
+        parts.append(f"# Step {number} of {len(config.steps)}\n\n{text}\n")
+    return "\n".join(parts)
+
+
+def _environment(folder: Path, config: HarborToml, place: Place) -> dict[str, Any]:
+    table = config.environment
+    dockerfile = folder / "environment" / "Dockerfile"
+    made: dict[str, Any] = {
+        "env": expand_all(table.env, os.environ),
+        "workdir": _workdir(table, dockerfile, place),
+        "setup": [f"mkdir -p {' '.join(LOGS)}"],
+        "user": config.agent.user or "",
+        "resources": {"cpus": table.cpus, "memory_mb": table.memory_mb, "disk_mb": table.storage_mb},
+        "artifacts": _sources(config.artifacts, *(step.artifacts for step in config.steps)),
+    }
+    if table.docker_image:
+        made["root"] = table.docker_image
+    else:
+        made["build"] = str(dockerfile.parent)
+    if table.healthcheck:
+        made["setup"].append(_healthy(table.healthcheck))
+    return made
+
+
+def _workdir(table: EnvironmentTable, dockerfile: Path, place: Place) -> str:
+    if table.workdir:
+        if not table.workdir.startswith("/"):
+            raise place.error("environment.workdir", "must be an absolute path")
+        return table.workdir
+    if not table.docker_image:
+        # A later WORKDIR may be relative to the one before.
+        at = ""
+        for given in _WORKDIR.findall(_text(dockerfile)):
+            at = os.path.normpath(os.path.join(at or "/", given.strip("\"'")))
+        if at and "$" not in at and at != "/":
+            return at
+    return WORKDIR
+
+
+def _network(config: HarborToml, notes: list[str]) -> str:
+    mode = config.agent.network_mode or config.environment.network_mode
+    hosts = config.agent.allowed_hosts or config.environment.allowed_hosts
+    if mode == "allowlist" or (mode is None and hosts):
+        notes.append(f"allowed hosts cannot be enforced, so only the gateway is reachable, not {', '.join(hosts)}")
+    return "open" if mode == "public" else "gateway"
+
+
+def _healthy(check: Healthcheck) -> str:
+    """A shell loop that ends well when the check does, and badly when it failed too often."""
+    command = f"timeout {check.timeout_sec:g} sh -c {shlex.quote(check.command)}"
+    grace = int(check.start_period_sec // check.start_interval_sec)
+    return (
+        f"n=0; until {command}; do n=$((n+1)); "
+        f"if [ $n -ge {grace + check.retries} ]; then echo 'the health check failed' >&2; exit 1; fi; "
+        f"if [ $n -lt {grace} ]; then sleep {check.start_interval_sec:g}; else sleep {check.interval_sec:g}; fi; done"
+    )
+
+
+def _evaluator(folder: Path, config: HarborToml) -> dict[str, Any]:
+    verifier = config.verifier
+    made: dict[str, Any] = {
+        "kind": "harbor",
+        "tests": str(folder / "tests"),
+        "environment_mode": verifier.environment_mode or "separate",
+        "env": expand_all(verifier.env, os.environ),
+        "user": verifier.user or "",
+        "seconds": verifier.timeout_sec,
+        "artifacts": _sources(config.artifacts),
+        "secret": [str(folder / part) for part in ("tests", "solution", "steps") if (folder / part).is_dir()],
+    }
+    if config.steps:
+        made["steps"] = [_step(folder, step, config) for step in config.steps]
+        made["strategy"] = config.multi_step_reward_strategy
+        if not (folder / "tests").is_dir():
+            made["tests"] = ""
+    elif not (folder / "tests" / "test.sh").is_file():
+        raise Place(folder / "tests" / "test.sh").error("", "missing; it is what scores the task")
+    return made
+
+
+def _step(folder: Path, step: StepTable, config: HarborToml) -> dict[str, Any]:
+    tests = folder / "steps" / step.name / "tests"
+    if not (tests / "test.sh").is_file() and not (folder / "tests" / "test.sh").is_file():
+        raise Place(tests / "test.sh").error("", "missing; a step needs one of its own, or the task one for all steps")
+    own = "timeout_sec" in step.verifier.model_fields_set
+    return {
+        "name": step.name,
+        "tests": str(tests) if tests.is_dir() else "",
+        "min_reward": step.min_reward,
+        "seconds": step.verifier.timeout_sec if own else config.verifier.timeout_sec,
+        "env": expand_all(step.verifier.env, os.environ),
+        "artifacts": _sources(step.artifacts),
+    }
+
+
+def _timeouts(config: HarborToml) -> dict[str, Any]:
+    run = [step.agent.timeout_sec or config.agent.timeout_sec for step in config.steps] or [config.agent.timeout_sec]
+    known = [seconds for seconds in run if seconds is not None]
+    steps = [s.verifier if "timeout_sec" in s.verifier.model_fields_set else config.verifier for s in config.steps]
+    return {
+        "init": config.environment.build_timeout_sec,
+        "run": sum(known) if len(known) == len(run) else None,
+        "evaluate": sum(table.timeout_sec for table in steps or [config.verifier]) + _MARGIN,
+    }
+
+
+def _metadata(folder: Path, config: HarborToml, notes: list[str]) -> dict[str, Any]:
+    about: dict[str, Any] = {"folder": str(folder), "schema_version": config.schema_version}
+    if config.task:
+        about |= {"version": config.task.version, "description": config.task.description}
+        about["keywords"] = config.task.keywords
+    if config.solution.env:
+        about["solution_env"] = config.solution.env
+    if config.steps:
+        about["steps"] = [step.name for step in config.steps]
+    if notes:
+        about["notes"] = notes
+    return {**config.metadata, "harbor": about}
+
+
+def _sources(*lists: Artifacts) -> list[str]:
+    return list(dict.fromkeys(artifact.source for artifacts in lists for artifact in artifacts))
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError as error:
+        raise Place(path).error("", "missing") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise Place(path).error("", f"cannot be read: {error}") from error
+    if not text.strip():
+        raise Place(path).error("", "is empty")
+    return text

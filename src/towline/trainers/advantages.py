@@ -1,0 +1,78 @@
+"""What each session of a group did better than the others: the rules that a trainer must not get wrong.
+
+A group counts *sessions*: one with five traces is one sample, and its advantage is spread over all of them. A session
+without a score (its infrastructure failed, or nobody judged it) leaves the group; it is never a 0. A group that is left with
+fewer than two sessions, or with equal rewards, carries no gradient and is counted as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from towline.schema import Trajectory
+
+Scale = Literal["std", "none"]
+
+
+@dataclass(slots=True)
+class Advantages:
+    """The advantage of every session that has one, by session id."""
+
+    sessions: dict[str, float] = field(default_factory=dict)
+    turns: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By session, then by turn id: what comes on top of the session's own, where turns have rewards."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    unscored: int = 0
+    """Sessions that had no score."""
+    small: int = 0
+    """Groups of fewer than two scored sessions."""
+    equal: int = 0
+    """Groups whose sessions all got the same."""
+
+
+def group_advantages(
+    groups: Mapping[str, Sequence[Trajectory]], *, scale: Scale = "std", turn_weight: float = 1.0
+) -> Advantages:
+    """Rewards of each group, centred on its mean and, with `std`, divided by its standard deviation.
+
+    Per-turn rewards, where an evaluator gave any, are centred over all turns of the group in the same way and weighted by
+    `turn_weight`.
+    """
+    found = Advantages()
+    for group in groups.values():
+        scored = [
+            (t, t.reward.score) for t in group if t.reward is not None and t.reward.score is not None and t.traces
+        ]
+        found.unscored += len(group) - len(scored)
+        if len(scored) < 2:
+            found.small += 1
+            continue
+        rewards = np.array([score for _, score in scored], np.float64)
+        found.rewards |= {t.session_id: float(score) for t, score in scored}
+        per_turn = {t.session_id: t.reward.per_turn for t, _ in scored if t.reward is not None and t.reward.per_turn}
+        spread = float(rewards.std())
+        if spread == 0.0 and not per_turn:
+            found.equal += 1
+            continue
+        centred = (rewards - rewards.mean()) / (spread if scale == "std" and spread > 0 else 1.0)
+        found.sessions |= {t.session_id: float(value) for (t, _), value in zip(scored, centred, strict=True)}
+        if per_turn:
+            found.turns |= _turn_advantages(per_turn, scale, turn_weight)
+    return found
+
+
+def _turn_advantages(
+    per_turn: Mapping[str, Mapping[str, float]], scale: Scale, weight: float
+) -> dict[str, dict[str, float]]:
+    values = np.array([value for turns in per_turn.values() for value in turns.values()], np.float64)
+    spread = float(values.std())
+    divisor = spread if scale == "std" and spread > 0 else 1.0
+    mean = float(values.mean())
+    return {
+        session: {turn: weight * (value - mean) / divisor for turn, value in turns.items()}
+        for session, turns in per_turn.items()
+    }

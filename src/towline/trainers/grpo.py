@@ -1,0 +1,217 @@
+"""Asynchronous GRPO over a rollout service: the reference trainer.
+
+    submit groups ahead ─▶ lease finished groups ─▶ learn ─▶ checkpoint ─▶ acknowledge ─▶ push weights, version + 1 ─▶ again
+
+Rollouts go on while it learns: `ahead` updates' worth of groups are always under way, sampled by whatever weights the
+engine has at the moment; each token says which. Groups older than `max_staleness` versions are dropped and counted. With
+`synchronous` nothing is under way while it learns, and every token is of the newest version.
+
+Order, so that a kill at any moment loses nothing and uses nothing twice: the results of an update are in the checkpoint
+before they are acknowledged; after a restart they are acknowledged again and passed over if they come again. Task names
+are counted in the checkpoint, so submitting them again is the same tasks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from towline.client import Client
+from towline.schema import Reward, Task, Trajectory, Unit
+from towline.trainers.learner import Learner, Update
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoSettings:
+    run: str
+    """Names the run: its tasks, and itself as a consumer."""
+    steps: int = 24
+    """Updates in all."""
+    groups: int = 8
+    """Groups an update learns from."""
+    ahead: int = 1
+    """Updates' worth of groups that are under way besides those that the next update waits for."""
+    synchronous: bool = False
+    max_staleness: int | None = 4
+    lease: float = 600.0
+    """Seconds that an update may take before its results are handed out again."""
+    permute: bool = False
+    """A control: rewards are shuffled within each group, so that there is nothing to learn."""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Step:
+    """One update with what it took to get there."""
+
+    update: Update
+    waited: float
+    """Seconds until enough groups had come."""
+    learned: float
+    """Seconds that the update took."""
+    pushed: float
+    sessions: int
+    """Sessions that the run has used so far."""
+    dropped: int
+    """Groups that were too old, so far."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.update.as_json(),
+            "waited": self.waited,
+            "learned": self.learned,
+            "pushed": self.pushed,
+            "sessions_used": self.sessions,
+            "dropped_groups": self.dropped,
+        }
+
+
+@dataclass
+class Grpo:
+    client: Client
+    learner: Learner
+    tasks: Callable[[int], Task]
+    """The n-th task of the run; the same n, the same task, but for its id."""
+    folder: Path
+    settings: GrpoSettings
+    told: Callable[[Step], None] | None = None
+    submitted: int = 0
+    consumed: int = 0
+    dropped: int = 0
+    sessions: int = 0
+    _used: set[str] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Learn until the settings' steps are done, from the checkpoint if there is one."""
+        self.start()
+        while self.learner.version < self.settings.steps:
+            self.step()
+
+    def start(self) -> None:
+        """Take up the checkpoint, acknowledge what it had used, and give the engine its weights."""
+        extra = self.learner.resume(self.folder / "checkpoint")
+        if extra is not None:
+            self.submitted, self.consumed = extra["submitted"], extra["consumed"]
+            self.dropped, self.sessions = extra["dropped"], extra["sessions"]
+            self._used = set(extra["used"])
+            if self._used:
+                self.client.ack(self.settings.run, sorted(self._used))
+        self._push()
+
+    def step(self) -> Step:
+        """One update."""
+        began = time.perf_counter()
+        self._submit()
+        groups, used = self._collect()
+        came = time.perf_counter()
+        update = self.learner.update(self._shuffled(groups) if self.settings.permute else groups)
+        self.consumed += len(used)
+        self.sessions += sum(len(group) for group in groups.values())
+        self._used = set(used)
+        self.learner.checkpoint(
+            self.folder / "checkpoint",
+            {
+                "submitted": self.submitted,
+                "consumed": self.consumed,
+                "dropped": self.dropped,
+                "sessions": self.sessions,
+                "used": used,
+            },
+        )
+        learned = time.perf_counter()
+        self.client.ack(self.settings.run, used)
+        self._push()
+        pushed = time.perf_counter()
+        step = Step(update, came - began, learned - came, pushed - learned, self.sessions, self.dropped)
+        if self.told is not None:
+            self.told(step)
+        return step
+
+    def _submit(self) -> None:
+        """Keep enough groups under way, but none that no update will need."""
+        settings = self.settings
+        wanted = settings.groups * (1 if settings.synchronous else 1 + settings.ahead)
+        needed = settings.groups * (settings.steps - self.learner.version)
+        count = min(wanted, needed) - (self.submitted - self.consumed - self.dropped)
+        if count > 0:
+            numbers = range(self.submitted, self.submitted + count)
+            self.client.submit([self._named(self.tasks(n), f"{settings.run}/{n:06d}") for n in numbers])
+            self.submitted += count
+
+    @staticmethod
+    def _named(task: Task, task_id: str) -> Task:
+        return task.model_copy(update={"task_id": task_id})
+
+    def _collect(self) -> tuple[dict[str, list[Trajectory]], list[str]]:
+        """Enough groups for an update, by task, and the ids of the results that they came in."""
+        settings = self.settings
+        groups: dict[str, list[Trajectory]] = {}
+        used: list[str] = []
+        while len(used) < settings.groups:
+            stream = self.client.results(
+                settings.run,
+                Unit.GROUP,
+                limit=settings.groups - len(used),
+                idle=5.0,
+                lease=settings.lease,
+                max_staleness=settings.max_staleness,
+            )
+            for delivered in stream:
+                if delivered.dropped:
+                    self.dropped += delivered.dropped
+                if delivered.result_id in self._used or delivered.result_id in used:
+                    # From before a crash: learned from, and acknowledged when that was taken up.
+                    continue
+                if not delivered.task_id.startswith(f"{settings.run}/"):
+                    # Somebody else's task, or an evaluation's.
+                    self.client.ack(settings.run, [delivered.result_id])
+                    continue
+                groups[delivered.task_id] = delivered.trajectories
+                used.append(delivered.result_id)
+            self._submit()
+        return groups, used
+
+    def _shuffled(self, groups: dict[str, list[Trajectory]]) -> dict[str, list[Trajectory]]:
+        chance = np.random.default_rng([self.settings.seed, self.learner.version])
+        return {name: permuted(group, chance) for name, group in groups.items()}
+
+    def _push(self) -> None:
+        """Give the engine the weights as they are, under their version; old ones on disk go."""
+        version = self.learner.version
+        place = self.folder / "weights" / f"v{version}"
+        self.learner.save_weights(place)
+        self.client.update_weights(place.resolve(), version)
+        for old in self.folder.glob("weights/v*"):
+            if old != place and old.name != f"v{version - 1}":
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def permuted(group: Sequence[Trajectory], chance: np.random.Generator) -> list[Trajectory]:
+    """The group with its rewards dealt out anew."""
+    scored = [place for place, one in enumerate(group) if one.reward is not None and one.reward.score is not None]
+    dealt: list[Trajectory] = list(group)
+    for place, other in zip(scored, chance.permutation(scored), strict=True):
+        reward = group[int(other)].reward
+        if reward is not None:
+            dealt[place] = group[place].with_reward(Reward(value=reward.value, evaluator=reward.evaluator))
+    return dealt
+
+
+def success(client: Client, tasks: Sequence[Task], name: str, *, patience: float | None = None) -> float:
+    """Mean reward of the tasks' sessions under the weights as they are now; failures of the machinery do not count.
+
+    The tasks are submitted under `name`, so asking again, after a crash say, gives what is already known of them. They are
+    waited for, not leased: no consumer is the worse for it.
+    """
+    accepted = client.submit([Grpo._named(task, f"{name}/{n:04d}") for n, task in enumerate(tasks)])
+    ended = [client.wait(one.task_id, patience) for one in accepted]
+    sessions = [session.session_id for status in ended for session in status.sessions]
+    rewards = [one.reward.score for one in client.trajectories(sessions) if one.reward is not None]
+    scored = [reward for reward in rewards if reward is not None]
+    return sum(scored) / len(scored) if scored else 0.0

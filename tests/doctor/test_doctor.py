@@ -1,0 +1,95 @@
+"""`towline doctor`: it tries things, says what is broken and what to do, and its exit status says whether to go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from towline.cli.doctor import doctor
+from towline.config import ServerSettings, Settings
+from towline.doctor import model, place
+from towline.doctor.findings import Finding, Level, worst
+from towline.engines.base import Capture
+from towline.engines.scripted import Say, ScriptedEngine
+from towline.gateway.gateway import Gateway
+from towline.harnesses.install import Installs
+from towline.tiny import tokenizer
+from towline.tokens.loading import load_codec
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    tokenizer.write(made)
+    return made
+
+
+def examine(*words: str) -> tuple[int, dict[str, Any]]:
+    app = typer.Typer()
+    app.command()(doctor)
+    done = CliRunner().invoke(app, [*words, "--json"])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_what_is_needed_decides_the_exit_status(folder: Path, tmp_path: Path) -> None:
+    fixed = ["--engine", "scripted", "--model", str(folder), "--sandbox", "process", "--data", str(tmp_path / "data")]
+    code, told = examine(*fixed, "--harness", "shell")
+    found = {(one["area"], one["name"]): one for one in told["findings"]}
+    assert (code, told["ok"]) == (0, True)
+    assert found["engine", "scripted"]["figures"]["capture"] == "tokens"
+    assert found["engine", "a conversation"]["figures"]["chains"] == 1
+    assert 0 <= found["engine", "re-tokenisation skew"]["figures"]["plain_difference"] <= 1
+    assert found["template", "sentinel"]["level"] == "ok"
+    # It works, and is told for what it is.
+    assert found["sandboxes", "process (default)"]["level"] == "warning"
+    assert "no isolation" in found["sandboxes", "process (default)"]["said"]
+    assert found["harnesses", "shell"]["level"] == "ok"
+    assert found["harnesses", "codex"]["fix"] == "towline harness install codex"
+    assert found["database", "store"]["level"] == "ok"
+    assert not (tmp_path / "data").exists(), "nothing is made where the service would be"
+
+    code, told = examine(*fixed, "--harness", "codex", "--harness", "nobody")
+    broken = {one["name"]: one for one in told["findings"] if one["level"] == "broken"}
+    assert (code, told["ok"]) == (1, False)
+    assert set(broken) == {"codex", "nobody"}
+
+    code, told = examine(
+        "--engine", "openai", "--upstream", "http://127.0.0.1:9/v1", "--upstream-model", "m", *fixed[4:]
+    )
+    broken = {one["name"]: one for one in told["findings"] if one["level"] == "broken"}
+    assert code == 1
+    assert "chat completions" in broken["openai"]["said"]
+    assert "--upstream" in broken["openai"]["fix"]
+
+
+async def test_skew_is_measured_on_what_was_sampled(folder: Path, tmp_path: Path) -> None:
+    """A model that spells a word in other tokens than a tokenizer would is what re-tokenising gets wrong."""
+    codec = load_codec(folder, renderer="sentinel")
+    settings = Settings.load(gateway={"port": 0, "control_port": 0, "data": tmp_path, "journal": "none"})
+
+    def odd(request: Any) -> Say:
+        letters = [codec.tokenizer.encode(letter)[0] for letter in "registry lamp colour"]
+        return Say(ids=[*letters, min(codec.stop_ids)])  # type: ignore[arg-type]
+
+    gateway = Gateway(ScriptedEngine(codec, odd), codec, settings.gateway, defaults=settings.session, model="odd")
+    found = {one.name: one for one in await model.engine(gateway, codec)}
+    assert found["a conversation"].level is Level.OK
+    assert found["re-tokenisation skew"].figures["plain_difference"] > 0.05
+
+
+async def test_every_capture_level_has_its_words(tmp_path: Path) -> None:
+    for capture in Capture:
+        level, said, fix = model._CAPTURE[capture]
+        assert said
+        assert (level is Level.OK) == (not fix)
+    elsewhere = Settings(server=ServerSettings(data=tmp_path, database="postgresql://nobody@127.0.0.1:9/none"))
+    assert (await place.database(elsewhere)).level is Level.BROKEN
+    machine = await place.machine(Settings(server=ServerSettings(data=tmp_path / "not" / "yet")), Installs(tmp_path))
+    assert {one.name for one in machine} >= {"disk of data", "open files", "processors"}
+    assert worst([]) is Level.OK
+    assert worst([Finding("a", "b", Level.NOTE, ""), Finding("a", "b", Level.BROKEN, "")]) is Level.BROKEN

@@ -1,0 +1,124 @@
+"""A session without a model: an agent that is a shell script, in a real sandbox, judged by a real evaluator in another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from towline.evaluators import leaks
+from towline.evaluators.base import Carried, Evaluator, Outcome
+from towline.evaluators.inside import put_files
+from towline.evaluators.registry import make_evaluator
+from towline.sandboxes.base import Runtime, Sandbox, Spec, execute
+from towline.schema import Network, Reward, SessionState, Task, Trajectory, Turn
+
+
+def a_task(evaluator: Mapping[str, Any], **fields: Any) -> Task:
+    values = {"task_id": "t", "instruction": "do it", "harness": "shell", "evaluator": dict(evaluator)}
+    return Task.model_validate(values | fields)
+
+
+def a_trajectory(turns: int = 2) -> Trajectory:
+    made = [
+        Turn(
+            id=f"turn-{index}",
+            index=index,
+            prompt_length=1,
+            suffix=[7],
+            sampled=[8],
+            logprobs=[-0.5],
+            versions=[0],
+            finish="stop",
+            reply={"text": f"reply {index}"},
+        )
+        for index in range(turns)
+    ]
+    return Trajectory(session_id="s", group_id="t", state=SessionState.BUILDING, turns=made)
+
+
+class Rig:
+    """The node's part: makes and furnishes sandboxes, runs the agent, and lends an evaluation what it needs."""
+
+    def __init__(self, runtime: Runtime, task: Task, logs: Path, *, layers: tuple[Path, ...] = ()):
+        self.runtime = runtime
+        self.task = task
+        self.logs = logs
+        self.layers = layers
+        self.lent: Sandbox | None = None
+        self.notes: list[str] = []
+        self.clean = 0
+        """How many clean sandboxes the evaluation has taken."""
+        self.last_look = ""
+        """A command that is run in a clean sandbox when the evaluation is done with it; `seen` is what it said."""
+        self.seen = ""
+        evaluator = make_evaluator(task.evaluator)
+        assert evaluator is not None
+        self.evaluator: Evaluator = evaluator
+
+    @contextlib.asynccontextmanager
+    async def furnished(self) -> AsyncIterator[Sandbox]:
+        environment = self.task.environment
+        network = Network.NONE if self.runtime.facts.isolated else Network.OPEN
+        spec = Spec(
+            root=environment.root,
+            layers=self.layers,
+            network=network,
+            workdir=environment.workdir,
+            env=tuple(sorted(environment.env.items())),
+        )
+        sandbox = await self.runtime.create(spec)
+        try:
+            await put_files(sandbox, environment.files)
+            for command in environment.setup:
+                done = await execute(sandbox, ("sh", "-c", command))
+                assert done.ok, done.text
+            yield sandbox
+        finally:
+            await sandbox.destroy()
+
+    @contextlib.asynccontextmanager
+    async def sandbox(self) -> AsyncIterator[Sandbox]:
+        self.clean += 1
+        async with self.furnished() as sandbox:
+            yield sandbox
+            if self.last_look:
+                self.seen = (await execute(sandbox, ("sh", "-c", self.last_look))).text
+
+    def used(self) -> Sandbox | None:
+        return self.lent
+
+    async def problems(self) -> list[str]:
+        """What the audit says of the prepared sandbox."""
+        async with self.furnished() as sandbox:
+            return await leaks.before_run(sandbox, self.task, self.evaluator)
+
+    async def judge(
+        self,
+        script: str = "true",
+        *,
+        answer: str = "",
+        exit_code: int | None = 0,
+        end_reason: str = "exited",
+        trajectory: Trajectory | None = None,
+        audited: bool = True,
+    ) -> Reward:
+        """The reward of an agent that runs the script and then says the answer."""
+        async with self.furnished() as sandbox:
+            if audited:
+                assert await leaks.before_run(sandbox, self.task, self.evaluator) == []
+            done = await execute(sandbox, ("sh", "-c", script), seconds=60)
+            assert done.ok, done.text
+            await sandbox.kill()
+            carried: Carried = await self.evaluator.collect(sandbox, self.task)
+            self.notes = carried.notes + await leaks.after_run(sandbox, self.task, self.evaluator)
+            outcome = Outcome(exit_code, end_reason, answer, trajectory or a_trajectory())
+            if self.evaluator.shared:
+                self.lent = sandbox
+                return await self.evaluator.evaluate(self, outcome, carried)
+        return await self.evaluator.evaluate(self, outcome, carried)
+
+
+MakeRig = Callable[..., Rig]
+"""What the fixture `rig` is: an evaluator's spec and fields of its task make a rig."""

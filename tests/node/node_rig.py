@@ -1,0 +1,105 @@
+"""A node for tests: the real pipeline, gateway, sandboxes and evaluators; only the model is scripted.
+
+The agent is a program of the standard library that no preset knows, run as `shell`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from towline import rollout
+from towline.config import GatewaySettings, NodeSettings, Settings
+from towline.engines.scripted import Script, ScriptedEngine
+from towline.gateway.gateway import Gateway
+from towline.node.pipeline import Node
+from towline.schema import SandboxKind, Session, SessionState, Task
+from towline.tokens.codec import Codec
+
+PROGRAM = Path(__file__).parent / "program"
+
+
+@dataclass
+class NodeRig:
+    node: Node
+    gateway: Gateway
+    engine: ScriptedEngine
+    out: Path
+    changes: list[Session] = field(default_factory=list)
+
+    def states(self, session_id: str) -> list[SessionState]:
+        return [session.state for session in self.changes if session.session_id == session_id]
+
+    def most_at_once(self, state: SessionState) -> int:
+        """The most sessions that were in a state at the same time."""
+        now: dict[str, SessionState] = {}
+        most = 0
+        for session in self.changes:
+            now[session.session_id] = session.state
+            most = max(most, sum(found is state for found in now.values()))
+        return most
+
+    def together(self, one: SessionState, other: SessionState) -> bool:
+        """Whether some session was in one state while another was in the other."""
+        now: dict[str, SessionState] = {}
+        for session in self.changes:
+            now[session.session_id] = session.state
+            if one in now.values() and other in now.values():
+                return True
+        return False
+
+
+@contextlib.asynccontextmanager
+async def running_node(
+    codec: Codec,
+    out: Path,
+    script: Script | None = None,
+    *,
+    sandbox: SandboxKind = SandboxKind.BUBBLEWRAP,
+    **settings: Any,
+) -> AsyncIterator[NodeRig]:
+    engine = ScriptedEngine(codec, script)
+    chosen = Settings(
+        gateway=GatewaySettings(port=0, control_port=0, data=out, journal="os"),
+        node=NodeSettings(sandbox=sandbox, **settings),
+    )
+    gateway = Gateway(engine, codec, chosen.gateway, model="scripted")
+    changes: list[Session] = []
+    async with rollout.node_on(gateway, chosen, out, changed=changes.append) as node:
+        yield NodeRig(node, gateway, engine, out, changes)
+
+
+def a_task(behaviour: str = "work", **fields: Any) -> Task:
+    """A task for the program, which behaves as it is told."""
+    base = {
+        "task_id": f"a-task-{behaviour}",
+        "instruction": "Write hello to hello.txt.",
+        "harness": "shell",
+        "harness_options": {"command": f"python3 {{program}}/agent.py {behaviour}", "folder": str(PROGRAM)},
+    }
+    return Task.model_validate(base | fields)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    for _ in range(int(seconds / 0.02)):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it did not come to pass")
+
+
+def processes_named(text: str) -> list[int]:
+    """Processes of this machine whose command line holds the text."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != os.getpid():
+            with contextlib.suppress(OSError):
+                line = Path("/proc", entry, "cmdline").read_bytes()
+                if text.encode() in line:
+                    found.append(int(entry))
+    return found

@@ -1,0 +1,50 @@
+"""Going round in circles: the same call with the same result, counted along one conversation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from towline.conversation import Finish, Message, Reply, ToolCall
+from towline.node.looping import repetitions
+from towline.tokens.graph import Node
+
+
+def turn(parent: Node | None, results: list[str], calls: list[ToolCall]) -> Node:
+    index = 0 if parent is None else parent.index + 1
+    new = [Message("tool", text, tool_call_id=f"c{index}{n}") for n, text in enumerate(results)]
+    return Node(
+        id=f"t{index}",
+        index=index,
+        key="",
+        parent=parent,
+        suffix=np.array([1], np.int32),
+        prompt_length=1,
+        request_hash=b"",
+        new=new or [Message("user", "go")],
+        reply=Reply("", None, tuple(calls)),
+        finish=Finish.STOP,
+    )
+
+
+def call(number: int, **arguments: object) -> ToolCall:
+    return ToolCall(f"id{number}", "bash", dict(arguments))
+
+
+def test_equal_calls_with_equal_results_are_counted() -> None:
+    node = turn(None, [], [call(0, command="ls", cwd="/")])
+    assert repetitions(node) == 0
+    for number in range(1, 6):
+        # Ids and the order of arguments mean nothing.
+        node = turn(node, ["same"], [call(number, cwd="/", command="ls")])
+        assert repetitions(node) == number
+
+
+def test_another_result_another_call_or_a_plain_reply_ends_the_count() -> None:
+    first = turn(None, [], [call(0, command="ls")])
+    second = turn(first, ["one"], [call(1, command="ls")])
+    assert repetitions(turn(second, ["two"], [])) == 1
+    assert repetitions(turn(second, ["one"], [])) == 2
+    third = turn(second, ["one"], [call(2, command="pwd")])
+    assert repetitions(turn(third, ["one"], [])) == 1
+    spoken = turn(second, ["one"], [])
+    assert repetitions(turn(spoken, [], [])) == 0

@@ -1,0 +1,27 @@
+"""Both databases, and a service on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from postgres import Postgres, running_postgres
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--crashes", type=int, default=2, help="random kills of a server on each database (default 2)")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database, of either kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/towline.db"
+    return str(request.getfixturevalue("postgres").database())

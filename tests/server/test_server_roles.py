@@ -1,0 +1,128 @@
+"""Every route with every kind of key: a key of one role cannot do another's work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from server_rig import Caller, rig, task
+
+from towline.benchmarks.fake_runner import FakeRunner
+from towline.config import ServerSettings
+from towline.errors import ConfigError
+from towline.schema import Role
+from towline.server.app import make_app
+from towline.server.serving import serving
+
+S, C, A = "submit", "consume", "admin"
+ROUTES: list[tuple[str, str, Any, set[str]]] = [
+    ("POST", "/v1/tasks", [], {S, A}),
+    ("GET", "/v1/tasks", None, {S, C, A}),
+    ("GET", "/v1/tasks/{task_id}", None, {S, C, A}),
+    ("DELETE", "/v1/tasks/{task_id}", None, {S, A}),
+    ("GET", "/v1/sessions/{session_id}", None, {S, C, A}),
+    ("GET", "/v1/sessions/{session_id}/trajectory", None, {C, A}),
+    ("POST", "/v1/trajectories", {"session_ids": []}, {C, A}),
+    ("GET", "/v1/results", None, {C, A}),
+    ("POST", "/v1/results/release", {"consumer": "c"}, {C, A}),
+    ("POST", "/v1/results/ack", {"consumer": "c", "result_ids": []}, {C, A}),
+    ("GET", "/v1/events", None, {S, C, A}),
+    ("GET", "/v1/policy", None, {S, C, A}),
+    ("POST", "/v1/policy/pause", {}, {A}),
+    ("POST", "/v1/policy/resume", {}, {A}),
+    ("POST", "/v1/policy/weights", {"folder": "/none", "version": 1}, {A}),
+    ("GET", "/v1/nodes", None, {S, C, A}),
+    ("GET", "/v1/keys", None, {A}),
+    ("POST", "/v1/keys", {"roles": ["submit"]}, {A}),
+    ("DELETE", "/v1/keys/{key_id}", None, {A}),
+    ("GET", "/metrics", None, {S, C, A}),
+    ("GET", "/healthz", None, {S, C, A, "nobody", "stranger"}),
+]
+
+
+async def test_every_route_and_role(database: str, tmp_path: Path) -> None:
+    async with rig(tmp_path, database) as r:
+        documented = {
+            (method.upper(), path)
+            for path, methods in make_app(r.service).openapi()["paths"].items()
+            for method in methods
+        }
+        assert documented == {(method, path) for method, path, _, _ in ROUTES}
+        await r.caller.submit(task("t"))
+        (result,) = await r.caller.take(1)
+        refused = await r.caller.call("POST", "/v1/keys", {"roles": ["submit"]})
+        assert (refused.status, refused.body["field"]) == (409, "roles")  # the first must be an admin's
+        admin = Caller(r.caller.web, (await r.caller.ok("POST", "/v1/keys", {"name": "me", "roles": ["admin"]}))["key"])
+        callers = {"nobody": r.caller, "stranger": Caller(r.caller.web, "tlk-unknown"), A: admin}
+        for role in (S, C):
+            callers[role] = Caller(r.caller.web, (await admin.ok("POST", "/v1/keys", {"roles": [role]}))["key"])
+        both = Caller(r.caller.web, (await admin.ok("POST", "/v1/keys", {"roles": [S, C]}))["key"])
+        values = {"task_id": "t", "session_id": result.sessions[0].session_id, "key_id": "none"}
+        for method, path, body, allowed in ROUTES:
+            filled = path.format(**values)
+            query = {"idle": 0} if path == "/v1/events" else {"consumer": "c"} if path == "/v1/results" else {}
+            for name, caller in callers.items():
+                answer = await caller.call(method, filled, body, **query)
+                if name in allowed:
+                    assert answer.status in (200, 201, 204, 404, 422), (name, method, path, answer)
+                else:
+                    assert answer.status == (403 if name in (S, C) else 401), (name, method, path, answer)
+                    assert set(answer.body) == {"error", "field"}
+            answer = await both.call(method, filled, body, **query)
+            assert (answer.status != 403) == bool(allowed & {S, C}), (method, path, answer)
+        keys = await admin.ok("GET", "/v1/keys")
+        mine = next(key["key_id"] for key in keys if key["name"] == "me")
+        assert (await admin.call("DELETE", f"/v1/keys/{mine}")).status == 409  # the last admin
+        for key in keys:
+            if key["key_id"] != mine:
+                assert (await admin.call("DELETE", f"/v1/keys/{key['key_id']}")).status == 204
+        assert (await both.call("GET", "/v1/tasks")).status == 401
+        secret = admin.key.encode()
+    assert not [path for path in _files(tmp_path) if secret in path.read_bytes()]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+async def test_submitters_do_not_get_the_machine(tmp_path: Path) -> None:
+    wish = task("reach", environment={"sandbox": "process"})
+    async with rig(tmp_path) as r:
+        made = await r.service.keys.create("", [Role.ADMIN])
+        submitter = Caller(r.caller.web, (await r.service.keys.create("", [Role.SUBMIT])).key)
+        answer = await submitter.call("POST", "/v1/tasks", wish)
+        assert (answer.status, answer.body["field"]) == (403, "environment.sandbox")
+        assert (await Caller(r.caller.web, made.key).call("POST", "/v1/tasks", wish)).status == 200
+    async with rig(tmp_path, trust_submitters=True) as r:
+        assert (await Caller(r.caller.web, submitter.key).call("POST", "/v1/tasks", wish)).status == 200
+
+
+async def test_without_keys_only_this_machine_is_answered(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keys create"):
+        async with serving(ServerSettings(host="0.0.0.0", port=0, data=tmp_path), FakeRunner()):
+            pass
+    async with rig(tmp_path) as r:
+        for headers, status in (
+            ({"host": "localhost:1"}, 200),
+            ({"host": "[::1]"}, 200),
+            ({"host": "evil.example"}, 403),
+            ({"origin": "http://evil.example"}, 403),
+            ({"origin": "null"}, 403),
+            ({"origin": "http://127.0.0.1:8600"}, 200),
+        ):
+            async with aiohttp.request("GET", f"{r.url}/v1/tasks", headers=headers) as answer:
+                assert answer.status == status, headers
+        key = (await r.service.keys.create("", [Role.ADMIN])).key
+        async with aiohttp.request(
+            "GET", f"{r.url}/v1/tasks", headers={"host": "towline.example", "authorization": f"Bearer {key}"}
+        ) as answer:
+            assert answer.status == 200
+    async with serving(ServerSettings(host="0.0.0.0", port=0, data=tmp_path), FakeRunner()) as running:
+        assert running.url.startswith("http://0.0.0.0:")
+        for known in await running.service.keys.list():  # as `towline serve keys revoke` may, beside a running server
+            await running.service.keys.revoke(known.key_id, keep_one=False)
+        local = running.url.replace("0.0.0.0", "127.0.0.1")
+        async with aiohttp.request("GET", f"{local}/v1/tasks") as answer:
+            assert answer.status == 401

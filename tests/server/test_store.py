@@ -1,0 +1,132 @@
+"""The store itself: its schema, its one server, the order of its numbers, and a database that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from postgres import Postgres
+from server_rig import rig, row_of, task
+from sqlalchemy import insert, inspect, select, update
+from sqlalchemy.engine import Connection
+
+from towline.benchmarks.fake_runner import FakeRunner
+from towline.config import ServerSettings
+from towline.errors import ConfigError
+from towline.schema import Unit
+from towline.server import tables
+from towline.server.errors import StoreError
+from towline.server.results import Delivery, Wish
+from towline.server.serving import serving
+from towline.server.store import Store, database_url, take
+
+
+async def test_migrations_give_the_tables_of_the_code(database: str, tmp_path: Path) -> None:
+    def differences(connection: Connection) -> list[object]:
+        assert {"tasks", "sessions", "results"} < set(inspect(connection).get_table_names())
+        return list(compare_metadata(MigrationContext.configure(connection), tables.metadata))
+
+    store = Store(database_url(database, tmp_path))
+    for epoch in (1, 2):  # a second start changes nothing
+        await store.open()
+        assert store.epoch == epoch
+        async with store.read() as tx:
+            assert await tx.run_sync(differences) == []
+        await store.close()
+    async with store.write() as tx:
+        await tx.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(StoreError, match="newer Towline"):
+        await store.open()
+
+
+async def test_one_server_at_a_time(database: str, tmp_path: Path) -> None:
+    async with rig(tmp_path / "one", database):
+        with pytest.raises(StoreError, match="another server"):
+            async with serving(ServerSettings(port=0, data=tmp_path / "two", database=database), FakeRunner()):
+                pass
+    async with rig(tmp_path / "two", database) as r:
+        assert r.service.store.epoch == 2
+
+
+@pytest.mark.parametrize("url", ["mysql://me@host/x", "nonsense"])
+def test_urls_that_are_none(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"server\.database"):
+        database_url(url, tmp_path)
+
+
+async def test_a_database_that_is_not_there(tmp_path: Path) -> None:
+    secret = f"postgresql://me:hush@/none?host={tmp_path}"
+    with pytest.raises(StoreError) as error:
+        await Store(database_url(secret, tmp_path)).open()
+    assert "hush" not in str(error.value)
+
+
+async def test_a_result_that_commits_late_is_not_skipped(database: str, tmp_path: Path) -> None:
+    """Transactions that publish take their time to commit; whoever reads meanwhile sees every number, in order."""
+    store = Store(database_url(database, tmp_path))
+    await store.open()
+    delivery, seen, publishing = Delivery(store), [], True
+
+    async def publish(times: int) -> None:
+        for _ in range(times):
+            async with store.write() as tx:
+                await asyncio.sleep(random.uniform(0, 0.005))
+                last = await take(tx, "results", 2)
+                await asyncio.sleep(random.uniform(0, 0.005))
+                await tx.execute(insert(tables.results), [row_of(last - 1, 0), row_of(last, 0)])
+                await asyncio.sleep(random.uniform(0, 0.005))
+
+    async def read() -> None:
+        while True:
+            over = not publishing
+            found = await delivery.lease(Wish("c", Unit.SESSION, 3, 60.0), version=0, now=0.0)
+            seen.extend(int(one.result_id.split("-")[1]) for one in found.results)
+            if over and not found.results:
+                return
+
+    reading = asyncio.create_task(read())
+    await asyncio.gather(*(publish(10) for _ in range(6)))
+    publishing = False
+    await reading
+    await store.close()
+    assert seen == list(range(1, 121))
+
+
+async def test_an_end_that_comes_too_late_changes_nothing(database: str, tmp_path: Path) -> None:
+    """Another server has taken a session's place: what the first still says of it is not heard."""
+    async with rig(tmp_path, database) as r:
+        await r.caller.submit(task("a", harness_options={"hang": True}))
+        await r.caller.until("/healthz", active=1)
+        sessions = tables.sessions
+        async with r.service.store.write() as tx:
+            await tx.execute(update(sessions).values(epoch=99))
+        r.runner.cancel(r.runner.started[0])
+        await r.caller.until("/healthz", active=0)
+        async with r.service.store.read() as tx:
+            assert (await tx.execute(select(sessions.c.phase, sessions.c.segment))).one() == (1, None)
+        assert await r.caller.lease(wait=0) == []
+
+
+async def test_a_database_that_goes_away(postgres: Postgres, tmp_path: Path) -> None:
+    """Calls are told to come back; sessions that end meanwhile wait for it, and nothing is lost."""
+    async with rig(tmp_path, postgres.database()) as r:
+        await r.caller.submit(task("a", 4, harness_options={"seconds": 0.3}))
+        await r.caller.until("/healthz", active=4)
+        await asyncio.to_thread(postgres.stop, signal.SIGQUIT)
+        try:
+            answers = [await r.caller.call("POST", "/v1/tasks", task("b")) for _ in range(3)]
+            await asyncio.sleep(0.5)
+            answers.append(await r.caller.call("GET", "/v1/tasks"))
+        finally:
+            await asyncio.to_thread(postgres.start)
+        assert {answer.status for answer in answers} == {503}
+        assert all(answer.headers["retry-after"] for answer in answers)
+        results = await r.caller.take(4)
+        assert {one.sessions[0].attempt for one in results} == {1}
+        await r.caller.submit(task("b"))
+        await r.caller.take(1)
