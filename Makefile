@@ -12,7 +12,7 @@ READY := .venv/.ready
 PYTEST_ARGS ?=
 RUFF_PATHS := $(wildcard src tests bench examples)
 
-.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses lint format bench audit lock clean
+.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-trainers lint format bench audit lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -58,6 +58,13 @@ test: assets node test-system pi ## Run all tests but those of the larger harnes
 test-harnesses: assets system harnesses ## Run the real Codex, Claude Code, Qwen Code, Gemini CLI, OpenCode, OpenClaw, Hermes, …
 	$(BIN)/python -m pytest tests/e2e/harnesses $(PYTEST_ARGS)
 
+# Each in an environment of its own, .venv-NAME: see requirements/trainers.sh.
+test-trainers: setup system ## Run the adapters' tests with the real TRL, Tinker and verl
+	@bash requirements/trainers.sh trl verl
+	.venv-trl/bin/python -m pytest tests/adapters/test_trl_rollouts.py tests/adapters/test_trl_worker.py \
+		tests/adapters/test_tinker.py $(PYTEST_ARGS)
+	.venv-verl/bin/python -m pytest tests/adapters/test_verl.py $(PYTEST_ARGS)
+
 lint: setup ## Check style, formatting and types
 	$(BIN)/ruff check $(RUFF_PATHS)
 	$(BIN)/ruff format --check $(RUFF_PATHS)
@@ -80,10 +87,10 @@ LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.1
 lock: ## Write the hashed requirement files anew with the newest allowed versions
 	@test -x $(BIN)/python || bash requirements/install.sh
 	$(BIN)/python -m pip install --quiet uv==0.13.7
-	$(LOCK) pyproject.toml requirements/dev.in --extra assets --extra math --extra postgres -o requirements/dev.txt
+	$(LOCK) pyproject.toml requirements/dev.in --extra assets --extra math --extra postgres --extra llamacpp -o requirements/dev.txt
 	$(LOCK) pyproject.toml -c requirements/dev.txt -o requirements/base.txt
 	$(LOCK) --no-deps requirements/templates.in -o requirements/templates.txt
 
 clean: ## Remove .venv, caches and build output; runs/ and the download caches stay
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

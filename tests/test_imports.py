@@ -19,7 +19,7 @@ import towline
 PACKAGE = "towline"
 ROOT = Path(towline.__file__).parent
 
-LEAVES = {"arrays", "conversation", "errors"}
+LEAVES = {"arrays", "conversation", "errors", "images"}
 CORE = LEAVES | {"schema", "config", "crashpoints"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "arrays": set(),
     "conversation": set(),
     "errors": set(),
+    "images": {"arrays", "conversation"},
     "crashpoints": {"errors"},
     "schema": {"arrays", "errors"},
     "config": {"errors", "schema"},
@@ -49,12 +50,14 @@ ALLOWED: dict[str, set[str]] = {
     "server": CORE | {"cluster", "engines", "gateway", "node", "tasks"},
     # What a trainer sees
     "client": {"errors", "schema"},
-    "trainers": {"client", "errors", "schema"},
-    "trainers.learner": {"client", "engines", "errors", "schema"},
+    "trainers": {"client", "crashpoints", "errors", "schema"},
+    "trainers.learner": {"client", "crashpoints", "engines", "errors", "schema"},
     # On top
     "view": LEAVES | {"schema"},
     "audit": CORE | {"assets", "dialects", "engines", "gateway", "tokens", "view"},
     "benchmarks": CORE | {"assets", "dialects", "engines", "gateway", "rollout", "sandboxes", "server", "tokens"},
+    "benchmarks.builders": CORE | {"client", "demo", "tiny", "trainers"},
+    "benchmarks.interviews": CORE | {"tiny"},
     "tiny": CORE | {"engines", "tokens"},
     "rollout": CORE | {"gateway", "harnesses", "node"},
     # What is made of many sessions
@@ -63,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     "resuming": CORE | {"gateway", "ledger", "node", "rollout"},
     "evaluation": CORE | {"ledger"},
     "doctor": CORE | {"engines", "gateway", "harnesses", "node", "sandboxes", "server", "tokens"},
-    "demo": CORE | {"assets", "audit", "dialects", "engines", "gateway", "tiny", "tokens", "view"},
+    "demo": CORE | {"client", "engines", "gateway", "tiny", "tokens", "trainers", "view"},
 }
 # The command line may import everything, and nothing but `python -m towline` imports it.
 ALLOWED["cli"] = {part for part in ALLOWED if "." not in part}
@@ -72,7 +75,7 @@ ALLOWED["__main__"] = {"cli"}
 ALLOWED[""] = {"client"}
 """What each part may import, besides itself. A longer name stands before a shorter one (`engines.scripted`)."""
 
-TORCH = ("engines.embedded", "audit", "trainers")
+TORCH = ("engines.embedded", "audit", "demo", "trainers")
 """The parts that import torch at their top. Others may import it, or one of these, inside a function only."""
 
 

@@ -85,11 +85,16 @@ def run_tool(call, records):
         return "unknown"
 
 
-def ask(model, messages, records):
+def without_reasoning(message):
+    """The message as many agents send it back: what the model said, without what it thought."""
+    return {name: value for name, value in message.items() if name != "reasoning_content"}
+
+
+def ask(model, messages, records, drops_reasoning=False):
     """Let the model call tools until it answers in text; its answer, or an empty one if it never stops calling."""
     for _ in range(MOST_CALLS):
         message = model.reply(messages, declared(records))
-        messages.append(message)
+        messages.append(without_reasoning(message) if drops_reasoning else message)
         calls = message.get("tool_calls") or []
         if not calls:
             return (message.get("content") or "").strip()
@@ -107,6 +112,7 @@ def main():
     parser.add_argument(
         "--registry", help='JSON file: {"records": {item: {property: value}}, "questions": [{"text", "answer"}]}'
     )
+    parser.add_argument("--drop-reasoning", action="store_true", help="send replies back without their reasoning")
     options = parser.parse_args()
     missing = [name for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY") if not os.environ.get(name)]
     if missing:
@@ -124,7 +130,7 @@ def main():
         print(f"? {question['text']}", flush=True)
         messages.append({"role": "user", "content": question["text"]})
         try:
-            answer = ask(model, messages, records)
+            answer = ask(model, messages, records, options.drop_reasoning)
         except Refused as refusal:
             print(refusal, file=sys.stderr)
             return 1

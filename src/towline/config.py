@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from towline.errors import ConfigError
 from towline.schema import BuilderName, ContextPolicy, Resources, SandboxKind, TurnRole
-from towline.schema.vocabulary import TRAINED_ROLES
+from towline.schema.vocabulary import POLICY, TRAINED_ROLES
 
 FILE = "towline.toml"
 PREFIX = "TOWLINE_"
@@ -65,6 +65,9 @@ class SessionSettings(_Section):
     noise: tuple[str, ...] = ()
     """Patterns (regular expressions) of text that changes on every call and means nothing."""
     trained_roles: tuple[TurnRole, ...] = tuple(TRAINED_ROLES)
+    models: dict[str, str] = Field(default_factory=dict)
+    """Which engine answers to which model name of the harness: `{"*haiku*": "small"}`. A name stands before a pattern, a
+    pattern before those after it; `policy` is the main engine, which answers to every other name and alone is trained."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     sampling: SamplingSettings = SamplingSettings()
     limits: Limits = Limits()
@@ -128,18 +131,39 @@ class ModelSettings(_Section):
     """The name under which `/v1/models` lists it; the folder's name by default."""
 
 
+EngineKind = Literal["embedded", "smollm2", "llamacpp", "vllm", "sglang", "openai", "scripted"]
+
+
 class EngineSettings(_Section):
-    kind: Literal["embedded", "scripted", "openai"] = "embedded"
-    """`openai` is any OpenAI-compatible chat server at `url`; `model.folder` then gives its tokenizer, if at hand."""
-    url: str | None = None
-    """Base URL before `/chat/completions`."""
+    kind: EngineKind = "embedded"
+    """`embedded`, `smollm2` and `llamacpp` run in this process; `vllm`, `sglang` and `openai` (any OpenAI-compatible chat
+    server) are servers at `urls`; `scripted` is for tests. `docs/engines.md` compares them."""
+    urls: tuple[str, ...] = ()
+    """Where the servers are; several of vLLM or SGLang are replicas of one model and make a pool. A chat server's ends
+    before `/chat/completions`."""
     model: str = ""
-    """The model's name at that server."""
+    """The model's name at those servers."""
     key_variable: str = "TOWLINE_UPSTREAM_KEY"
-    """Environment variable that holds the server's key; the key itself is never a setting."""
+    """Environment variable that holds the servers' key; the key itself is never a setting."""
     seed: int | None = None
     threads: int | None = Field(None, ge=1)
-    max_batch: int = Field(16, ge=1)
+    """Of an engine in this process. Default: one with llama.cpp, as many as torch likes with `embedded`."""
+    max_batch: int | None = Field(None, ge=1)
+    """Turns at the same time in an engine in this process. Default: 4 with llama.cpp, 16 with `embedded`."""
+    context: int | None = Field(None, ge=16)
+    """Longest prompt plus sample of an engine in this process. Default: the model's, with llama.cpp at most 8192."""
+
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _one_is_a_list_too(cls, urls: Any) -> Any:
+        return [urls] if isinstance(urls, str) else urls
+
+
+class NamedEngine(_Section):
+    """A further engine with its model, frozen: `session.models` says what it answers to."""
+
+    engine: EngineSettings = EngineSettings()
+    model: ModelSettings = ModelSettings()
 
 
 class StageSeconds(_Section):
@@ -225,8 +249,20 @@ class Settings(_Section):
     session: SessionSettings = SessionSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
+    engines: dict[str, NamedEngine] = Field(default_factory=dict)
+    """Further engines by name."""
     node: NodeSettings = NodeSettings()
     server: ServerSettings = ServerSettings()
+
+    @model_validator(mode="after")
+    def _engines_are_known(self) -> Self:
+        for name in self.engines:
+            if name == POLICY or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+                raise ValueError(f"engines.{name}: a name is letters, digits, '.', '_' and '-', and not {POLICY!r}")
+        for pattern, name in self.session.models.items():
+            if name != POLICY and name not in self.engines:
+                raise ValueError(f"session.models.{pattern}: there is no engine {name!r} under `engines`")
+        return self
 
     @classmethod
     def load(cls, file: Path | None = None, **overrides: dict[str, Any]) -> Self:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towline.engines.embedded.sampler import Sampler, distribution, score
-from towline.engines.embedded.stops import StopStrings
 from towline.engines.embedded.turn import Turn
+from towline.engines.stops import StopStrings
 
 torch.set_num_threads(1)
 

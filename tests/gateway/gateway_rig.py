@@ -13,7 +13,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import openai
 from towline.config import GatewaySettings, SessionSettings
 from towline.engines.scripted import Script, ScriptedEngine
 from towline.gateway.gateway import Gateway
+from towline.gateway.lanes import Lane
 from towline.gateway.server import Running, serving
 from towline.schema import Trajectory, TurnRole
 from towline.tokens.codec import Codec
@@ -169,11 +170,12 @@ async def running_gateway(
     engine: ScriptedEngine | None = None,
     session: SessionSettings | None = None,
     context: int = 131_072,
+    others: Mapping[str, Lane] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     engine = engine or ScriptedEngine(codec, script, context=context)
     chosen = GatewaySettings(port=0, control_port=0, data=data, **settings)
-    gateway = Gateway(engine, codec, chosen, defaults=session)
+    gateway = Gateway(engine, codec, chosen, defaults=session, others=others)
     patience = aiohttp.ClientTimeout(total=PATIENCE)
     with logged_errors() as errors:
         async with (

@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from towline import cli, demo, tiny
+from towline.demo.session import BOUND, recompute
 from towline.errors import ConfigError
 from towline.schema import Trajectory
 from towline.tiny import registry, warmup
@@ -72,7 +73,7 @@ async def test_the_demo_runs_the_agent_and_proves_what_was_recorded(model: Path,
     trajectory = Trajectory.read(tmp_path / "trajectory.arrow")
     assert trajectory.report.chains == 1
     assert len(trajectory.turns) >= 2
-    assert demo.recompute(model, trajectory) < demo.BOUND
+    assert recompute(model, [trajectory]) < BOUND
     _check_a_lie_is_found(model, trajectory)
     _check_trace(tmp_path, trajectory.session_id)
 
@@ -82,8 +83,7 @@ def _check_a_lie_is_found(model: Path, trajectory: Trajectory) -> None:
     lied = row.logprobs.copy()
     lied[row.loss_mask == 1] -= 0.01
     assert (
-        demo.recompute(model, trajectory.model_copy(update={"traces": [row.model_copy(update={"logprobs": lied})]}))
-        > 5e-3
+        recompute(model, [trajectory.model_copy(update={"traces": [row.model_copy(update={"logprobs": lied})]})]) > 5e-3
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from towline.conversation import Media, Message
-from towline.tokens.media import not_shown, with_markers
+from towline.tokens.media import not_shown, parts, with_markers
 
 WORDS = st.text(st.sampled_from("ab \n"), max_size=6)
 
@@ -49,6 +49,16 @@ def test_everything_keeps_its_order(parts: list[str]) -> None:
 
 def test_flags() -> None:
     said = [message("a", "<image>"), message("<file>", "<image>"), message("b")]
-    assert not_shown(said, ()) == ["file_not_shown", "image_not_shown"]
-    assert not_shown(said, {"image"}) == ["file_not_shown"]
-    assert not_shown(said[2:], ()) == []
+    assert not_shown(said, lambda _: ()) == ["file_not_shown", "image_not_shown"]
+    assert not_shown(said, lambda m: [item for item in m.media if item.kind == "image"]) == ["file_not_shown"]
+    assert not_shown(said[2:], lambda _: ()) == []
+
+
+def test_what_is_shown_is_a_part_of_its_own() -> None:
+    said = message("See:", "<image>", "and", "<file>", "<image>")
+    first, file, last = said.media
+    assert parts(said, ()) == [with_markers(said)] == ["See:\n[image]\nand\n[file]\n[image]"]
+    assert parts(said, (first, last)) == ["See:", first, "and\n[file]", last]
+    assert parts(said, (file,)) == ["See:\n[image]\nand", file, "[image]"]
+    assert parts(message("<image>"), message("<image>").media) == list(message("<image>").media)
+    assert parts(message(), ()) == [""]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from towline.cli import common
+from towline.cli import common, engines
 from towline.config import Settings
 from towline.doctor import model as models
 from towline.doctor import place
@@ -41,15 +41,15 @@ def doctor(
 ) -> None:
     """Try everything that a run needs: engine, template, sandboxes and their limits, installs, database.
 
-    A short conversation with the model measures what re-tokenising would have changed. Exit status 1 if something that
-    these settings need does not work.
+    A short conversation with the model measures what re-tokenising would have changed and what the engine's cache saves.
+    Exit status 1 if something that these settings need does not work.
     """
     console = common.console(as_json)
     settings = Settings.load(
         config,
         gateway={"port": 0, "control_port": 0, "journal": "none"},
         model={"folder": model},
-        engine={"kind": engine, "url": upstream, "model": upstream_model},
+        engine=engines.given(engine, upstream, upstream_model),
         node={"sandbox": sandbox},
         server={"data": data},
     )
@@ -75,13 +75,13 @@ def _examine(settings: Settings, harness: list[str], console: Console) -> list[F
         gateway_settings = settings.gateway.model_copy(update={"data": Path(scratch)})
         here = settings.model_copy(update={"gateway": gateway_settings})
         try:
-            gateway, codec = common.make_gateway(here, Console(quiet=True))
+            gateway, codec = engines.make_gateway(here, Console(quiet=True))
         except TowlineError as error:
             found.append(Finding("engine", settings.engine.kind, Level.BROKEN, str(error)))
         else:
             found += models.template(codec)
             with console.status("talking to the model"):
-                found += common.run(models.engine(gateway, codec))
+                found += common.run(models.engine(gateway, codec, settings.engine.kind))
     with console.status("trying the sandboxes"):
         found += common.run(place.sandboxes(settings))
     found += place.harnesses(harness, installs)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from towline.cli import common, work
+from towline.cli import common, engines, work
 from towline.cli.loading import load_tasks, make_ready
 from towline.datasets.accept import Accept
 from towline.errors import ConfigError
@@ -85,7 +85,7 @@ def evaluate(
     )
     make_ready([task for own in loaded.values() for task in own], settings, console)
     common.log(console)
-    gateway, codec = common.make_gateway(settings, console)
+    gateway, codec = engines.make_gateway(settings, console)
     recipe = resuming.recipe_of(settings, gateway.model, codec.name)
     with Ledger(folder, recipe) as ledger:
         common.run(work.fill(gateway, settings, [*loaded.values()], ledger, console, live=not as_json))

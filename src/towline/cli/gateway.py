@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from towline.cli import common
+from towline.cli import common, engines
 from towline.config import Settings
 from towline.schema import ContextPolicy
 
@@ -61,11 +61,11 @@ def gateway(
             "journal": journal,
         },
         model={"folder": model, "template": template, "renderer": renderer},
-        engine={"kind": engine, "url": upstream, "model": upstream_model},
+        engine=engines.given(engine, upstream, upstream_model),
         session=session,
     )
     common.log(console)
-    made, codec = common.make_gateway(settings, console)
+    made, codec = engines.make_gateway(settings, console)
     common.run(_serve(made, codec, settings, console, as_json))
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towline.cli import common, work
+from towline.cli import common, engines, work
 from towline.cli.loading import load_tasks, make_ready
 from towline.datasets import card
 from towline.datasets.accept import Accept
@@ -75,7 +75,7 @@ def generate(
     )
     make_ready(loaded, settings, console)
     common.log(console)
-    gateway, codec = common.make_gateway(settings, console)
+    gateway, codec = engines.make_gateway(settings, console)
     recipe = resuming.recipe_of(settings, gateway.model, codec.name)
     with Ledger(out, recipe) as ledger:
         common.run(work.fill(gateway, settings, [loaded], ledger, console, live=not as_json))

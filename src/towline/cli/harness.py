@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from towline.cli import common
+from towline.cli import common, engines
 from towline.cli.loading import options
 from towline.config import Settings
 from towline.errors import ConfigError
@@ -120,7 +120,7 @@ def check(
     from towline.harnesses.registry import find_harness
 
     console = common.console(as_json)
-    codec = common.make_codec(Settings.load(None, model={"folder": model}), _tokenizer(model, console), console)
+    codec = engines.make_codec(Settings.load(None, model={"folder": model}).model, _tokenizer(model, console), console)
     results = []
     for name in names:
         given = options(option or [], name)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from towline.cli import common
+from towline.errors import ConfigError
 
 audit_app = typer.Typer(no_args_is_help=True, help="Prove what Towline promises.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure what the README's figures come from.")
@@ -67,20 +68,66 @@ def bench_load(as_json: common.Json = False) -> None:
         load.render(result, Console())
 
 
+@bench_app.command("builders")
+def bench_builders(
+    steps: Annotated[int | None, typer.Option(help="Updates a run. Default 12.", min=1)] = None,
+    questions: Annotated[
+        int | None, typer.Option(help="Questions a session; two turns each. Default 6.", min=1)
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="`exact`, `merged`, `per_turn` or `as sent`. Repeatable; default all.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds: to see that it runs.")] = False,
+    seed: int = 0,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as the README has it.")] = False,
+    as_json: common.Json = False,
+) -> None:
+    """Train the same run with each builder, and with an agent that drops reasoning: cost, fidelity and success."""
+    from dataclasses import replace
+
+    from towline.benchmarks import builders
+
+    given = {"steps": steps, "questions": questions, "seed": seed}
+    plan = replace(
+        builders.QUICK if quick else builders.Plan(),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    sides = [side for side in builders.SIDES if not only or side.name in only]
+    if not sides:
+        raise ConfigError(f"--only: there are {', '.join(dict.fromkeys(side.name for side in builders.SIDES))}")
+    console = common.console(as_json or markdown)
+    with common.reporting(console, "builders") as report:
+        result = builders.run(plan, sides, report)
+    if as_json:
+        print(json.dumps(result))
+    elif markdown:
+        print(builders.markdown(result))
+    else:
+        builders.render(result, Console())
+
+
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where the trajectory is written.")] = Path("runs/demo"),
-    questions: Annotated[int, typer.Option(help="Questions the example agent goes through.", min=1)] = 4,
+    folder: Annotated[Path, typer.Option(help="Where trajectory, metrics and curves are written.")] = Path("runs/demo"),
+    questions: Annotated[int, typer.Option(help="Questions of the session that is shown.", min=1)] = 4,
+    steps: Annotated[int, typer.Option(help="Updates; 0 shows the one session and trains nothing.", min=0)] = 22,
+    control: Annotated[
+        bool, typer.Option("--control", help="Shuffle rewards within each group: there is nothing to learn.")
+    ] = False,
     seed: int = 0,
     as_json: common.Json = False,
 ) -> None:
-    """Serve the tiny model, run the example agent, show what was recorded and prove it."""
+    """Close the loop on this machine: show one session and prove its record, then train a tiny model by GRPO.
+
+    Takes five to ten minutes on two cores. Success on held-out questions rises from chance to over 90%; with `--control`
+    it stays where it is.
+    """
     from towline import demo as demonstration
 
-    raise typer.Exit(
-        common.run(
-            demonstration.run(common.console(as_json), folder=folder, questions=questions, seed=seed, as_json=as_json)
-        )
+    training = demonstration.Training(steps=steps, permute=control) if steps else None
+    done = demonstration.run(
+        common.console(as_json), folder=folder, questions=questions, seed=seed, training=training, as_json=as_json
     )
+    raise typer.Exit(common.run(done))
 
 
 def tiny(

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from towline import rollout
-from towline.cli import common
+from towline.cli import common, engines
 from towline.cli.loading import load_tasks, make_ready
 from towline.config import Settings
 from towline.errors import ConfigError
@@ -80,7 +80,7 @@ def run(
         config,
         gateway={"port": 0, "control_port": 0, "data": out},
         model={"folder": model},
-        engine={"kind": engine or ("scripted" if oracle else None), "url": upstream, "model": upstream_model},
+        engine=engines.given(engine or ("scripted" if oracle else None), upstream, upstream_model),
         session={"policy": policy, "sampling": {"temperature": temperature} if temperature is not None else None},
         node={
             "sandbox": sandbox,
@@ -98,7 +98,7 @@ def run(
     make_ready(loaded, settings, console)
     common.log(console)
     out.mkdir(parents=True, exist_ok=True)
-    gateway, _ = common.make_gateway(settings, console)
+    gateway, _ = engines.make_gateway(settings, console)
     results = common.run(_run(gateway, settings, loaded, out, console, live=not as_json))
     if as_json:
         print(

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towline.cli import common
+from towline.cli import common, engines
 from towline.config import Settings
 from towline.schema import ContextPolicy, Role, SandboxKind
 
@@ -57,14 +57,14 @@ def serve(
         config,
         server={"host": host, "port": port, "data": data},
         model={"folder": model},
-        engine={"kind": engine, "url": upstream, "model": upstream_model},
+        engine=engines.given(engine, upstream, upstream_model),
         session={"policy": policy, "sampling": {"temperature": temperature} if temperature is not None else None},
         node={"sandbox": sandbox, "run_workers": concurrency},
     )
     common.log(console)
     # The engine computes in a thread of its own beside a busy loop: it is not to wait long for its turn.
     sys.setswitchinterval(0.0005)
-    gateway, _ = common.make_gateway(settings, console)
+    gateway, _ = engines.make_gateway(settings, console)
     common.run(_serve(gateway, settings, console, as_json))
 
 

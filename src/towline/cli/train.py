@@ -13,14 +13,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from towline.cli import common
+from towline.cli import common, engines
 from towline.cli.loading import load_tasks
 from towline.errors import ConfigError
 from towline.schema import SandboxKind, Task
 
 if TYPE_CHECKING:
-    from towline.client import Client
-    from towline.trainers.grpo import Grpo, Step
+    from towline.trainers.run import Measured, Run
 
 
 def train(
@@ -35,6 +34,9 @@ def train(
         list[str] | None, typer.Option(help="An option of the harness, `name=value`. Repeatable.")
     ] = None,
     model: common.ModelFolder = None,
+    engine: common.EngineName = None,
+    upstream: common.Upstream = None,
+    upstream_model: common.UpstreamModel = None,
     url: Annotated[
         str | None, typer.Option(help="A running service. Default: one of its own, on this machine.")
     ] = None,
@@ -70,8 +72,10 @@ def train(
     from towline.trainers.grpo import Grpo, GrpoSettings
     from towline.trainers.learner import Learner, LearnerSettings
     from towline.trainers.loss import LossSettings
+    from towline.trainers.run import Run
 
     console = common.console(as_json)
+    chosen = _engine(engine, upstream, upstream_model, url)
     source, measured = _tasks(tasks or [], registry, harness, option or [], samples, seed, held_out, console)
     out = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     out.mkdir(parents=True, exist_ok=True)
@@ -89,7 +93,7 @@ def train(
     written = metrics.Metrics(out, *sinks)
     with contextlib.ExitStack() as stack:
         stack.callback(written.close)
-        address = url or stack.enter_context(_service(folder, out, sandbox, concurrency))
+        address = url or stack.enter_context(_service(folder, out, sandbox, concurrency, chosen))
         client = stack.enter_context(Client(address))
         run = GrpoSettings(
             run=out.name,
@@ -101,10 +105,9 @@ def train(
             permute=permute,
             seed=seed,
         )
-        trainer = Grpo(client, learner, source, out, run)
-        trainer.start()
-        told = _learn(trainer, client, measured, written, rate, console)
-    _conclude(out, told, console, as_json)
+        whole = Run(Grpo(client, learner, source, out, run), written, rate, measured, frozenset({steps // 2}))
+        _run(whole, console)
+    _conclude(out, whole.as_json(), console, as_json)
 
 
 def _tasks(
@@ -129,46 +132,39 @@ def _tasks(
     return lambda n: loaded[n % len(loaded)], []
 
 
+def _engine(engine: str | None, upstream: list[str] | None, upstream_model: str | None, url: str | None) -> list[str]:
+    """The options of the run's own service that say which engine samples; it must be one that takes new weights."""
+    engines.given(engine, upstream, upstream_model)
+    if url is not None and (engine or upstream or upstream_model):
+        raise ConfigError("--url names a service that has its engine; --engine and --upstream are for one of its own")
+    if engine is not None and engine not in engines.TRAINABLE:
+        raise ConfigError(
+            f"--engine {engine} takes no new weights from here; train with {', '.join(engines.TRAINABLE)}"
+        )
+    words = ["--engine", engine] if engine else []
+    words += [word for one in upstream or () for word in ("--upstream", one)]
+    return words + (["--upstream-model", upstream_model] if upstream_model else [])
+
+
 def _service(
-    folder: Path, out: Path, sandbox: SandboxKind | None, concurrency: int
+    folder: Path, out: Path, sandbox: SandboxKind | None, concurrency: int, engine: list[str]
 ) -> contextlib.AbstractContextManager[str]:
     from towline.trainers.service import own_service
 
-    chosen = ["--concurrency", str(concurrency), *(["--sandbox", sandbox.value] if sandbox else [])]
+    chosen = ["--concurrency", str(concurrency), *(["--sandbox", sandbox.value] if sandbox else []), *engine]
     return own_service(folder, out, chosen)
 
 
-def _learn(
-    trainer: Grpo, client: Client, held_out: list[Task], written: Any, rate: float, console: Console
-) -> dict[str, Any]:
+def _run(run: Run, console: Console) -> None:
     """All steps, with the success on held-out tasks before, in the middle and after."""
-    from towline.trainers.grpo import success
+    with _bar(console, run.trainer.settings.steps) as show:
 
-    settings = trainer.settings
-    found: dict[str, Any] = {"success": []}
-    with _bar(console, settings.steps) as show:
+        def measured(found: Measured) -> None:
+            console.print(f"  held out, after {found.sessions:,} sessions: {found.success:.1%}", highlight=False)
 
-        def measure() -> None:
-            if held_out:
-                show(trainer.learner.version, "measuring on held-out tasks")
-                version = trainer.learner.version
-                value = success(client, held_out, f"{settings.run}-success-v{version}")
-                found["success"].append({"step": version, "sessions_used": trainer.sessions, "success": value})
-                written.write(version, {"sessions_used": trainer.sessions, "success": value})
-                console.print(f"  held out, after {trainer.sessions:,} sessions: {value:.1%}", highlight=False)
-
-        measure()
-        while trainer.learner.version < settings.steps:
-            share = trainer.learner.version / settings.steps
-            for group in trainer.learner.optimiser.param_groups:
-                group["lr"] = rate * max(0.1, 1 - share)
-            step = trainer.step()
-            written.write(step.update.version, step.as_json())
-            show(step.update.version, _line(step))
-            found["last"] = step.as_json()
-            if step.update.version in (settings.steps // 2, settings.steps):
-                measure()
-    return found
+        run.stepped = lambda step: show(step.update.version, step.line())
+        run.measured = measured
+        run.run()
 
 
 @contextlib.contextmanager
@@ -177,14 +173,6 @@ def _bar(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=total)
         yield lambda done, what: progress.update(bar, completed=done, description=what)
-
-
-def _line(step: Step) -> str:
-    update = step.update
-    return (
-        f"reward {update.mean_reward:.2f}  entropy {update.entropy:.3f}  stale {update.staleness:.1f}  "
-        f"max |Δlogp| {update.worst_logprob:.0e}  {step.sessions:,} sessions"
-    )
 
 
 def _conclude(out: Path, told: dict[str, Any], console: Console, as_json: bool) -> None:

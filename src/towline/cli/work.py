@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from towline.cli import engines
 from towline.cli.run import Progressing
 from towline.config import Settings
 from towline.errors import TowlineError
@@ -45,7 +46,7 @@ def settings_of(
     *,
     model: Path | None,
     engine: str | None,
-    upstream: str | None,
+    upstream: Sequence[str] | None,
     upstream_model: str | None,
     policy: ContextPolicy | None,
     temperature: float | None,
@@ -59,7 +60,7 @@ def settings_of(
         # A session that a crash cut short is run again from its beginning, so there is nothing to keep a journal for.
         gateway={"port": 0, "control_port": 0, "data": out, "journal": "none"},
         model={"folder": model},
-        engine={"kind": engine, "url": upstream, "model": upstream_model},
+        engine=engines.given(engine, upstream, upstream_model),
         session={"policy": policy, "sampling": {"temperature": temperature} if temperature is not None else None},
         node={
             "sandbox": sandbox,

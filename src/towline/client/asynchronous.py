@@ -196,6 +196,10 @@ class AsyncClient:
         """Say that the results are used: they are never handed to this consumer again."""
         return await self._do(calls.ack(consumer, result_ids))
 
+    async def release(self, consumer: str) -> int:
+        """Give back what is leased and not acknowledged, so that it comes again at once; how many results."""
+        return await self._do(calls.release(consumer))
+
     # The policy
 
     async def policy(self) -> Policy:

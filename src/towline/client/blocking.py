@@ -203,6 +203,10 @@ class Client:
         """Say that the results are used: they are never handed to this consumer again."""
         return self._do(calls.ack(consumer, result_ids))
 
+    def release(self, consumer: str) -> int:
+        """Give back what is leased and not acknowledged, so that it comes again at once; how many results."""
+        return self._do(calls.release(consumer))
+
     # The policy
 
     def policy(self) -> Policy:

@@ -161,6 +161,11 @@ def ack(consumer: str, result_ids: Sequence[str]) -> Call[Acked]:
     return Call("POST", "/v1/results/ack", _reads(Acked), body=body)
 
 
+def release(consumer: str) -> Call[int]:
+    body = dump_json({"consumer": consumer})
+    return Call("POST", "/v1/results/release", lambda content: int(load_json(content)["released"]), body=body)
+
+
 # The policy and the service
 
 

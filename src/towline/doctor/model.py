@@ -1,7 +1,9 @@
-"""The engine and the template: what is captured, whether turns can be continued, and what a plain server would change.
+"""The engine and the template: what is captured, whether turns can be continued, what a plain server would change, and
+what comes from the engine's cache.
 
-The last is measured, not assumed: a small agent talks to the gateway for a few turns with tools, as a harness would, and
-the prompts that the model really saw are compared with what rendering the same messages anew gives.
+The last two are measured, not assumed: a small agent talks to the gateway for three turns and more with tools, as a
+harness would; the prompts that the model really saw are compared with what rendering the same messages anew gives, and the
+engine says how much of each prompt it had.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import aiohttp
 import numpy as np
 
 from towline.doctor.findings import Finding, Level
-from towline.engines.base import Capture
+from towline.engines.base import Capture, EngineInfo
 from towline.errors import TowlineError
 from towline.gateway.gateway import Gateway
 from towline.gateway.server import serving
@@ -28,7 +30,8 @@ QUESTIONS = (
 )
 ROUNDS = 3
 """Model calls that a question may take."""
-LONGEST = 256
+LONGEST = 96
+"""Tokens a turn."""
 RESULT = "src/app.py 4,096 bytes\n"
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -38,12 +41,13 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
+_SERVERS = ("vllm", "sglang", "openai")
 _CAPTURE = {
     Capture.TOKENS: (Level.OK, "token ids in and out: what is trained is what was sampled", ""),
     Capture.LOGPROBS: (
         Level.WARNING,
         "gives logprobs and no token ids: rows are stitched after the fact",
-        "serve the model with an engine that returns token ids (vLLM's `return_token_ids`), or with `--engine embedded`",
+        "serve the model with an engine that takes and returns token ids: `--engine vllm`, `sglang`, `llamacpp`, `embedded`",
     ),
     Capture.TEXT: (
         Level.WARNING,
@@ -71,33 +75,36 @@ def template(codec: Codec) -> list[Finding]:
     return problems
 
 
-async def engine(gateway: Gateway, codec: Codec) -> list[Finding]:
-    """Serve, talk, and look at what was captured."""
+async def engine(gateway: Gateway, codec: Codec, kind: str = "engine") -> list[Finding]:
+    """Serve, talk, and look at what was captured. `kind` names an engine that does not get as far as to say what it is."""
     key = secrets.token_urlsafe(32)
-    name = gateway.engine.info.name
     try:
         async with serving(gateway, key) as running:
             info = gateway.engine.info
-            level, said, fix = _CAPTURE[info.capture]
-            found = [
-                Finding(
-                    "engine",
-                    info.name,
-                    level,
-                    f"{gateway.model}: {said}",
-                    fix,
-                    {"capture": info.capture.value, "context": info.context, "vocabulary": info.vocabulary},
-                )
-            ]
+            found = [capture(info, gateway.model)]
             opened = await gateway.create({"id": f"doctor-{secrets.token_hex(4)}"})
             refused = await _talk(running.base_url, opened.key, gateway.model)
             trajectory = await gateway.seal(opened.session.id, EndReason.EXITED)
     except (TowlineError, OSError, aiohttp.ClientError, TimeoutError) as error:
-        fix = "start the chat server, or look at --upstream and --upstream-model" if name == "openai" else ""
-        return [Finding("engine", name, Level.BROKEN, str(error) or type(error).__name__, fix)]
+        fix = "start the server, or look at --upstream and --upstream-model" if kind in _SERVERS else ""
+        return [Finding("engine", kind, Level.BROKEN, str(error) or type(error).__name__, fix)]
     if refused:
         return [*found, Finding("engine", "a conversation", Level.BROKEN, refused)]
-    return [*found, conversation(trajectory), skew(trajectory)]
+    return [*found, conversation(trajectory), skew(trajectory), caching(trajectory, info)]
+
+
+def capture(info: EngineInfo, model: str) -> Finding:
+    """What the engine is, and how much of a turn it tells."""
+    level, said, fix = _CAPTURE[info.capture]
+    figures = {
+        "capture": info.capture.value,
+        "context": info.context,
+        "vocabulary": info.vocabulary,
+        "details": info.details,
+    }
+    words = [f"{model}: {said}"]
+    words += [f"{name} {info.details[name]}" for name in ("server", "route", "logprobs") if name in info.details]
+    return Finding("engine", info.name, level, "; ".join(words), fix, figures)
 
 
 def conversation(trajectory: Trajectory) -> Finding:
@@ -130,6 +137,33 @@ def skew(trajectory: Trajectory) -> Finding:
     return Finding("engine", "re-tokenisation skew", Level.OK, said, figures=figures)
 
 
+def caching(trajectory: Trajectory, info: EngineInfo) -> Finding:
+    """How much of each prompt the engine had, against what the turn before had left there."""
+    told = info.details.get("prefix_caching", "unknown")
+    turns = {turn.id: turn for turn in trajectory.turns}
+    cached = [turn.cached_tokens for turn in trajectory.turns]
+    prompts = [turn.prompt_length for turn in trajectory.turns]
+    before = [turns[turn.parent] for turn in trajectory.turns if turn.parent is not None]
+    reusable = sum(turn.prompt_length + len(turn.sampled) for turn in before)
+    reused = sum(turn.cached_tokens for turn in trajectory.turns if turn.parent is not None)
+    figures = {"told": told, "cached": cached, "prompts": prompts, "reusable": reusable, "reused": reused}
+    each = ", ".join(f"{had} of {length}" for had, length in zip(cached, prompts, strict=True))
+    level, fix = Level.OK, ""
+    if reused:
+        said = f"on: {reused / reusable:.0%} of what the turns before left was used again"
+    elif not before:
+        level, said = Level.NOTE, "not measured: no turn continued another"
+    elif told == "unknown":
+        level, said = Level.NOTE, "the engine tells nothing of a cache"
+    else:
+        level, fix = (
+            Level.WARNING,
+            "start the server with its prefix cache on: a long session pays for it at every turn",
+        )
+        said = "off" if told == "off" else "said to be on, and nothing was used again"
+    return Finding("engine", "prefix caching", level, f"{said}; cached tokens of the prompts: {each}", fix, figures)
+
+
 async def _talk(base_url: str, key: str, model: str) -> str:
     """Be a small agent for a few turns; what was refused, if anything was."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "You are a careful coding agent."}]
@@ -146,9 +180,7 @@ async def _talk(base_url: str, key: str, model: str) -> str:
                 message = answer["choices"][0]["message"]
                 messages.append(message)
                 calls: Sequence[dict[str, Any]] = message.get("tool_calls") or ()
-                messages += [
-                    {"role": "tool", "tool_call_id": one["id"], "content": "src/app.py 4,096 bytes\n"} for one in calls
-                ]
+                messages += [{"role": "tool", "tool_call_id": one["id"], "content": RESULT} for one in calls]
                 if not calls:
                     break
             if messages[-1]["role"] == "tool":

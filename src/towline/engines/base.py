@@ -8,6 +8,8 @@ Contract of every engine:
   token that completed it is kept.
 - While paused with `abort`, or when an update interrupts a turn, `sample` returns what it has with `Finish.ABORT`. The
   caller goes on with `prompt + ids` once `ready()` returns.
+- An engine that cannot be reached any more raises `EngineGone`, with the tokens that had arrived. Any other failure is
+  the turn's own, and would be the same on another engine.
 """
 
 from __future__ import annotations
@@ -19,9 +21,29 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from towline.arrays import Floats, Ids
-from towline.conversation import Finish, Reply, Request
+from towline.conversation import Finish, Media, Reply, Request
+from towline.errors import EngineError
+from towline.images import Placed, Placeholder
 
-__all__ = ["Capture", "Engine", "EngineInfo", "Floats", "Ids", "PauseMode", "Sample", "SampleRequest"]
+__all__ = [
+    "MOVED",
+    "Capture",
+    "Engine",
+    "EngineGone",
+    "EngineInfo",
+    "Floats",
+    "Ids",
+    "Load",
+    "Loaded",
+    "PauseMode",
+    "Sample",
+    "SampleRequest",
+    "Seeing",
+    "Watched",
+]
+
+MOVED = "moved"
+"""The flag of a turn that an engine left unfinished and another one went on with."""
 
 
 class Capture(StrEnum):
@@ -57,6 +79,8 @@ class SampleRequest:
     """Names the group of sessions that share a prompt."""
     request: Request | None = None
     """The neutral request, for engines that speak messages or script their replies."""
+    media: tuple[Placed, ...] = ()
+    """The images of the prompt in order, for engines that see (`Seeing`)."""
 
 
 @dataclass(slots=True)
@@ -78,6 +102,15 @@ class Sample:
     """The prompt ids that the engine says the model saw, for engines that take messages and not ids."""
     reply: Reply | None = None
     """The reply, for engines that parse it themselves."""
+
+
+class EngineGone(EngineError):
+    """The engine cannot be reached any more: connections refused or cut, or answers of a server that is going down."""
+
+    def __init__(self, message: str, partial: Sample | None = None):
+        super().__init__(message)
+        self.partial = partial
+        """What had arrived of the turn, for engines that stream; whoever goes on continues from it."""
 
 
 class PauseMode(StrEnum):
@@ -141,4 +174,47 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release everything; turns in flight are aborted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy an engine says it is."""
+
+    running: int
+    """Turns that are being sampled."""
+    waiting: int
+    """Turns in its own queue."""
+    kv_usage: float | None = None
+    """The share of its key-value cache that is in use, from 0 to 1; None if it cannot tell."""
+
+
+@runtime_checkable
+class Loaded(Protocol):
+    """An engine that can tell how busy it is."""
+
+    async def load(self) -> Load: ...
+
+
+@runtime_checkable
+class Watched(Protocol):
+    """An engine that can be probed from outside."""
+
+    async def healthy(self) -> bool:
+        """Whether it answers; cheap, and never raises."""
+        ...
+
+
+@runtime_checkable
+class Seeing(Protocol):
+    """An engine whose model sees images. In a prompt that it is given, its own placeholder ids stand for each of them;
+    `SampleRequest.media` says where."""
+
+    async def render_media(self, media: Sequence[Media]) -> Sequence[Placeholder | None]:
+        """What stands for each of these in a prompt; `None` for what the model cannot be shown.
+
+        Raises `BadRequest` for what cannot be read or fetched. The same bytes give the same placeholder for as long as
+        the engine runs, on every replica. What `sample` needs beside the ids (pixels) the engine keeps, or makes again
+        from `Placed.media`; it refuses to go on if that gives another key or length.
+        """
         ...

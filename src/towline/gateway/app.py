@@ -217,7 +217,7 @@ class ProviderApp:
         self, connection: Connection, session: Session, dialect: Dialect, route: Route, call: Call
     ) -> None:
         if route.operation == "models":
-            await connection.respond(dialect.models([self.gateway.model], self.gateway.created))
+            await connection.respond(dialect.models(session.models, self.gateway.created))
             return
         if route.operation == "model":
             await connection.respond(dialect.model(call.path["model"], self.gateway.created))
@@ -234,10 +234,11 @@ class ProviderApp:
         request: Request | None = None
         try:
             request, thread = session.read(dialect, call)
+            images = await session.look(request)
             if route.operation == "count_tokens":
-                await connection.respond(dialect.count(session.count(request, thread)))
+                await connection.respond(dialect.count(session.count(request, thread, images)))
                 return
-            turns = session.start(request, thread)
+            turns = session.start(request, thread, images)
         except RecursionError as error:
             raise BadRequest("the body is nested too deeply") from error
         except ApiError as error:

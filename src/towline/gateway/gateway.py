@@ -1,4 +1,6 @@
-"""The gateway itself: one engine, one codec, one journal, and the sessions that harnesses talk through.
+"""The gateway itself: its engines with their codecs, one journal, and the sessions that harnesses talk through.
+
+The policy is the engine that is trained: pauses and weight updates are for it alone. Further engines are frozen (`lanes`).
 
 Order of writing, so that nothing acknowledged is lost: a session is in the journal before its key is given out; a turn
 before its reply; a sealed session's trajectory is a file (written, synced, renamed) before the journal says `sealed`.
@@ -12,7 +14,8 @@ import logging
 import re
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,12 @@ from towline.config import GatewaySettings, SessionSettings
 from towline.conversation import Finish, Tool
 from towline.crashpoints import crash_point
 from towline.engines.base import Capture, Engine
-from towline.errors import TowlineError
+from towline.errors import ConfigError, TowlineError
 from towline.gateway import records
 from towline.gateway.journal import Journal, Record, RecordError, SyncMode, encode
+from towline.gateway.lanes import Lane, Lanes
 from towline.gateway.session import Session
-from towline.schema import BuilderName, EndReason, SessionState, Trajectory
+from towline.schema import POLICY, BuilderName, EndReason, SessionState, Trajectory
 from towline.tokens.assemble import assemble
 from towline.tokens.codec import Codec, Frame
 from towline.tokens.elsewhere import ElsewhereCodec
@@ -64,12 +68,18 @@ class Gateway:
         *,
         defaults: SessionSettings | None = None,
         model: str = "towline",
+        others: Mapping[str, Lane] | None = None,
     ):
+        """`others` are further engines by name, for sessions whose `models` name them."""
         self.engine = engine
         self.codec = codec
+        self.lanes = Lanes(Lane(engine, codec, POLICY, model, trained=True), others or {})
         self.settings = settings
         self.defaults = defaults or SessionSettings()
         self.model = model
+        unknown = self.lanes.unknown(self.defaults.models)
+        if unknown is not None:
+            raise ConfigError(f"session.models.{unknown}: there is no engine {self.defaults.models[unknown]!r}")
         self.created = int(time.time())
         self.sessions: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
@@ -97,11 +107,21 @@ class Gateway:
             await self._finish_sealing(sealed)
             if sealed:
                 await self._journal.compact(lambda record: record.fields.get("session") not in sealed)
-            await self.engine.start()
+            await asyncio.gather(*(engine.start() for engine in self._engines()))
         except BaseException:
             await self._journal.close()
-            await self.engine.close()
+            await self._close_engines()
             raise
+
+    def _engines(self) -> list[Engine]:
+        """Every engine once: two lanes may share one."""
+        return list({id(lane.engine): lane.engine for lane in self.lanes}.values())
+
+    async def _close_engines(self) -> None:
+        failed = await asyncio.gather(*(engine.close() for engine in self._engines()), return_exceptions=True)
+        for error in failed:
+            if error is not None:
+                raise error
 
     async def stop(self) -> None:
         """End the turns in flight; whoever waits for one is told to try again."""
@@ -114,7 +134,7 @@ class Gateway:
             if self._journal is not None:
                 await self._journal.close()
         finally:
-            await self.engine.close()
+            await self._close_engines()
 
     # Sessions
 
@@ -138,11 +158,20 @@ class Gateway:
             raise SessionError(409, f"session {id!r} exists")
         if len(self.sessions) >= self.settings.sessions:
             raise SessionError(429, f"{len(self.sessions)} sessions are open, which is the most allowed")
+        merged = _over(self.defaults.model_dump(mode="json"), settings)
+        if isinstance(settings.get("models"), dict):
+            # The first pattern that matches wins: the session's own stand before the defaults.
+            merged["models"] = {**settings["models"], **self.defaults.models, **settings["models"]}
         try:
-            chosen = SessionSettings.model_validate(_over(self.defaults.model_dump(mode="json"), settings))
+            chosen = SessionSettings.model_validate(merged)
         except ValidationError as error:
             first = error.errors()[0]
             raise SessionError(422, f"settings.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        unknown_name = self.lanes.unknown(chosen.models)
+        if unknown_name is not None:
+            there = ", ".join(lane.name for lane in self.lanes)
+            reason = f"there is no engine {chosen.models[unknown_name]!r}; there are: {there}"
+            raise SessionError(422, f"settings.models.{unknown_name}: {reason}")
         if isinstance(self.codec, ElsewhereCodec):
             # The engine renders by itself: nothing can be exact, and rows are stitched.
             stitched = BuilderName.MERGED if chosen.builder is BuilderName.EXACT else chosen.builder
@@ -174,8 +203,7 @@ class Gateway:
             id,
             key_hash,
             settings,
-            self.codec,
-            self.engine,
+            self.lanes,
             self.journal,
             group,
             instruction,
@@ -280,11 +308,12 @@ class Gateway:
             return prompts
         for thread in session.reader.threads:
             node = thread.node
-            if node is None or node.finish is None or node.prefill is not None:
+            if node is None or node.finish is None or node.prefill is not None or node.untrained is not None:
                 continue
             try:
                 # A plain server shows the model its own call ids too, where it samples them.
-                plain = self.codec.prompt(session.graph.native(thread.messages), session.frames[node.key])
+                frame = replace(session.frames[node.key], images=thread.images)
+                plain = self.codec.prompt(session.graph.native(thread.messages), frame)
             except TemplateError:
                 continue
             prompts[node] = np.asarray(plain.ids, np.int32)

@@ -6,11 +6,13 @@ they are, results in call order and fingerprints included.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from towline.conversation import Message, Request
 from towline.dialects.base import Call, Dialect, Known
 from towline.gateway.answers import Answers
+from towline.images import Placeholder
 from towline.tokens.continuation import Planner
 from towline.tokens.graph import Node
 from towline.tokens.settle import settle, settled_prefix
@@ -31,6 +33,8 @@ class Thread:
     node: Node | None = None
     fresh: list[Message] = field(default_factory=list)
     """The messages that were not in the request before."""
+    images: Mapping[str, Placeholder] = field(default_factory=dict)
+    """What the engine puts into a prompt for the images of the messages, by digest."""
 
 
 class Reader:

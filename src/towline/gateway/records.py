@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from towline.conversation import Finish, Hints, Media, Message, Reply, ToolCall
 from towline.gateway.journal import Record, RecordError, encode
-from towline.schema import ForkReason
+from towline.images import Placed
+from towline.schema import POLICY, ForkReason, Untrained
 from towline.tokens.assemble import message_json, reply_json
 from towline.tokens.codec import Frame
 from towline.tokens.graph import Graph, Node
@@ -66,6 +67,9 @@ def turn_record(session: str, node: Node) -> bytes:
         "forced": node.forced,
         "flags": node.flags,
         "special_text": node.special_text,
+        "engine": node.engine,
+        "untrained": node.untrained,
+        "images": [[i.media.digest, i.start, i.length, i.key, i.reported] for i in node.images],
         "meta": node.meta,
         "finish": node.finish,
         "reply": reply_json(node.reply) if node.reply else None,
@@ -105,22 +109,26 @@ def restore_turn(graph: Graph, record: Record) -> Node | None:
         return None
     shortened = fields["shortened_hash"]
     reply = fields["reply"]
+    untrained = fields.get("untrained")
+    parent = graph.by_id[fields["parent"]] if fields["parent"] else None
+    # A turn that was in flight at the crash has no record; what came from it keeps its reason only.
+    origin = graph.by_id.get(fields["origin"] or "")
+    new = [_message(item) for item in fields["new"]]
     node = Node(
         id=fields["id"],
         index=fields["index"],
         key=fields["key"],
-        parent=graph.by_id[fields["parent"]] if fields["parent"] else None,
+        parent=parent,
         suffix=arrays["suffix"],
         prompt_length=fields["prompt_length"],
         request_hash=bytes.fromhex(fields["request_hash"]),
         reply_base=bytes.fromhex(fields["reply_base"]),
         shortened_hash=bytes.fromhex(shortened) if shortened else None,
         covered=fields["covered"],
-        # A turn that was in flight at the crash has no record; what came from it keeps its reason only.
-        origin=graph.by_id.get(fields["origin"] or ""),
+        origin=origin,
         origin_inferred=fields["origin_inferred"],
         reason=ForkReason(fields["reason"]) if fields["reason"] else None,
-        new=[_message(item) for item in fields["new"]],
+        new=new,
         prefill=_message(fields["prefill"]) if fields["prefill"] else None,
         hints=Hints(**fields["hints"]),
         system=bytes.fromhex(fields["system"]),
@@ -129,6 +137,9 @@ def restore_turn(graph: Graph, record: Record) -> Node | None:
         forced=fields["forced"],
         flags=fields["flags"],
         special_text=fields["special_text"],
+        engine=fields.get("engine", POLICY),
+        untrained=Untrained(untrained) if untrained else None,
+        images=tuple(_placed(image, new, parent or origin) for image in fields.get("images", ())),
         meta=fields["meta"],
         sampled=arrays["sampled"],
         logprobs=arrays["logprobs"],
@@ -153,6 +164,16 @@ def _message(fields: dict[str, Any]) -> Message:
     media = tuple(Media(**item) for item in fields.get("media", ()))
     reasoning, id, name = fields.get("reasoning"), fields.get("tool_call_id", ""), fields.get("name", "")
     return Message(fields["role"], fields["text"], reasoning, calls, id, name, media)
+
+
+def _placed(fields: list[Any], new: list[Message], before: Node | None) -> Placed:
+    """An image of a prompt. Its URL, which may be all of it, is in the record of the turn that it was new to."""
+    digest, start, length, key, reported = fields
+    while (media := next((m for message in new for m in message.media if m.digest == digest), None)) is None:
+        if before is None:
+            raise RecordError(f"no turn of the session holds the image {digest}")
+        new, before = before.new, before.parent or before.origin
+    return Placed(media, start, length, key, reported)
 
 
 def _reply(fields: dict[str, Any], stop_string: str | None) -> Reply:

@@ -24,13 +24,18 @@ def asked(request: Request) -> dict[str, Any]:
     return values
 
 
-def distribution(fixed: SamplingSettings, request: Request) -> tuple[float, float, int, list[str]]:
-    """Temperature, top-p and top-k of the turn, and what of the harness's wishes is not followed."""
+def distribution(
+    fixed: SamplingSettings, request: Request, *, trained: bool = True
+) -> tuple[float, float, int, list[str]]:
+    """Temperature, top-p and top-k of the turn, and what of the harness's wishes is not followed.
+
+    A turn that is not trained is sampled as the harness wishes, whatever the mode.
+    """
     wished = request.sampling
     overridden = list(wished.other)
     if request.tool_choice not in (None, "auto") and (request.tools or request.tool_choice != "none"):
         overridden.append("tool_choice")
-    if fixed.mode == "harness":
+    if fixed.mode == "harness" or not trained:
         temperature = fixed.temperature if wished.temperature is None else wished.temperature
         top_p = fixed.top_p if wished.top_p is None else max(wished.top_p, _LEAST)
         top_k = fixed.top_k if wished.top_k is None else wished.top_k

@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,15 +23,19 @@ from towline.config import SessionSettings
 from towline.conversation import Answer, Finish, Request, Tool, Usage
 from towline.crashpoints import crash_point
 from towline.dialects.base import Call, Dialect, Referring
-from towline.engines.base import Engine, Sample, SampleRequest
+from towline.engines.base import Sample, SampleRequest
 from towline.errors import ApiError, EngineError, ErrorKind, TowlineError
 from towline.gateway import answers, records, sampling, turns
 from towline.gateway.journal import Journal
+from towline.gateway.lanes import Lane, Lanes
 from towline.gateway.reading import Reader, Thread
 from towline.gateway.waiting import Waiting
+from towline.images import Placeholder
+from towline.schema import Untrained
 from towline.tokens import fingerprint
-from towline.tokens.codec import Codec, Frame
+from towline.tokens.codec import Frame
 from towline.tokens.continuation import Capture, Plan, Planner, Vanishing
+from towline.tokens.elsewhere import ElsewhereCodec
 from towline.tokens.graph import Graph, Node
 from towline.tokens.jinja import TemplateError
 from towline.tokens.settle import bare_id
@@ -60,8 +64,7 @@ class Session:
     id: str
     key_hash: str
     settings: SessionSettings
-    codec: Codec
-    engine: Engine
+    lanes: Lanes
     journal: Journal
     group: str = ""
     instruction: str = ""
@@ -69,15 +72,9 @@ class Session:
     created: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        noise = tuple(re.compile(pattern) for pattern in self.settings.noise)
-        self.graph = Graph(noise)
-        self.planner = Planner(
-            self.codec,
-            policy=self.settings.policy,
-            vanishing=Vanishing(self.settings.vanishing),
-            capture=Capture(self.settings.capture),
-            noise=noise,
-        )
+        self.noise = tuple(re.compile(pattern) for pattern in self.settings.noise)
+        self.graph = Graph(self.noise)
+        self.planners = {lane.name: self._planner(lane) for lane in self.lanes}
         self.tools: dict[str, tuple[Tool, ...]] = {}
         self.frames: dict[str, Frame] = {}
         self.native: dict[str, str] = {}
@@ -86,7 +83,7 @@ class Session:
         """By turn, until it is in the journal."""
         self.waiting = Waiting()
         self.answers = answers.Answers()
-        self.reader = Reader(self.planner, self.answers, self.native)
+        self.reader = Reader(self.planners[self.lanes.policy.name], self.answers, self.native)
         self.exhausted = asyncio.Event()
         """Set when a request is refused because a limit of the session is used up."""
         self.watchers: list[Callable[[Node], None]] = []
@@ -97,9 +94,28 @@ class Session:
         self.failures = 0
         """Turns that the engine failed; they count against no limit."""
         self.sampled_tokens = 0
-        self._root_key: tuple[tuple[Tool, ...], dict[str, Any], str] | None = None
+        self._root_key: tuple[tuple[Tool, ...], dict[str, Any], Lane, str] | None = None
         self._clock = datetime.fromtimestamp(self.created, UTC)
         self._recorded: set[str] = set()
+
+    def _planner(self, lane: Lane) -> Planner:
+        elsewhere = isinstance(lane.codec, ElsewhereCodec)
+        return Planner(
+            lane.codec,
+            policy=self.settings.policy,
+            vanishing=Vanishing(self.settings.vanishing),
+            capture=Capture.PLAIN if elsewhere else Capture(self.settings.capture),
+            noise=self.noise,
+            engine=lane.name,
+        )
+
+    @property
+    def models(self) -> list[str]:
+        """The model names that the harness may choose from."""
+        return self.lanes.names(self.settings.models)
+
+    def _lane(self, request: Request) -> Lane:
+        return self.lanes.of(request.model, self.settings.models)
 
     def clock(self) -> datetime:
         """The date that a template may print: the session's, for as long as it lasts."""
@@ -130,20 +146,28 @@ class Session:
             return None
         return dialect.output(turns_.request, self.answer(turns_)) if turns_.work.done() else None
 
+    async def look(self, request: Request) -> dict[str, Placeholder]:
+        """What stands for the images of a request in its prompt, as the engine tells it."""
+        try:
+            return await self._lane(request).look(request.messages)
+        except EngineError as error:
+            raise _unanswered(error) from error
+
     # Starting turns
 
-    def start(self, request: Request, thread: Thread) -> Turns:
+    def start(self, request: Request, thread: Thread, images: Mapping[str, Placeholder] | None = None) -> Turns:
         """Plan the request and begin to sample it; or share the turns that it retries. Ends with `release`."""
         try:
-            return self._start(request, thread)
+            return self._start(request, thread, images or {})
         except ApiError as error:
             if error.kind is ErrorKind.QUOTA:
                 self.exhausted.set()
             raise
 
-    def _start(self, request: Request, thread: Thread) -> Turns:
+    def _start(self, request: Request, thread: Thread, images: Mapping[str, Placeholder]) -> Turns:
         self._check_open()
-        key = self._key_of(request)
+        lane = self._lane(request)
+        key = self._key_of(request, lane)
         asked = sampling.asked(request)
         retried = self.waiting.retried(request, asked, self.graph.by_request.get((thread.hashes[-1], key), ()))
         if retried:
@@ -153,45 +177,49 @@ class Session:
             self.waiting.join(retried)
             return Turns(request, retried, self._gathered(retried), retried[0].meta[answers.ANSWER], shared=True)
         self._check_limits(request)
-        self._check_size(request, thread, key)
-        frame = self.frames.get(key) or Frame(request.tools, self._arguments(request), self.clock)
+        self._check_size(request, thread, key, lane)
+        frame = self._frame(request, key)
+        thread.images = images
         previous, first = thread.node, self.started
         id = secrets.token_hex(12)
         nodes = []
         for _ in range(request.sampling.n):
-            plan = self._plan(request, key, frame, thread)
-            room = self._room(request, plan)
-            nodes.append(self._open(request, plan, key, room, asked, first, id))
+            plan = self._plan(request, key, _seeing(frame, images), thread, lane)
+            room = self._room(request, plan, lane)
+            nodes.append(self._open(request, plan, key, room, asked, first, id, lane))
         self.frames[key], self.tools[key] = frame, frame.tools
         thread.node = nodes[-1]
         self.reader.remember(thread, previous)
         self.waiting.join(nodes)
         return Turns(request, nodes, self._gathered(nodes), id)
 
-    def count(self, request: Request, thread: Thread) -> int:
+    def count(self, request: Request, thread: Thread, images: Mapping[str, Placeholder] | None = None) -> int:
         """How many tokens the request's prompt would have."""
-        key = self._key_of(request)
-        self._check_size(request, thread, key)
-        frame = self.frames.get(key) or Frame(request.tools, self._arguments(request), self.clock)
-        plan = self._plan(request, key, frame, thread)
+        lane = self._lane(request)
+        key = self._key_of(request, lane)
+        self._check_size(request, thread, key, lane)
+        plan = self._plan(request, key, _seeing(self._frame(request, key), images or {}), thread, lane)
         return (plan.parent.end if plan.parent else 0) + len(plan.suffix)
 
-    def _plan(self, request: Request, key: str, frame: Frame, thread: Thread) -> Plan:
+    def _frame(self, request: Request, key: str) -> Frame:
+        return self.frames.get(key) or Frame(request.tools, self._arguments(request), self.clock)
+
+    def _plan(self, request: Request, key: str, frame: Frame, thread: Thread, lane: Lane) -> Plan:
         try:
-            return self.planner.plan(self.graph, request, key, frame, thread.hashes)
+            return self.planners[lane.name].plan(self.graph, request, key, frame, thread.hashes)
         except TemplateError as error:
-            capability = _MID_SYSTEM if self._refuses_mid_system(request, frame) else ""
+            capability = _MID_SYSTEM if self._refuses_mid_system(request, frame, lane) else ""
             reason = f"the model's chat template refuses these messages: {error}"
             raise ApiError(ErrorKind.BAD_REQUEST, reason, capability=capability) from error
 
-    def _refuses_mid_system(self, request: Request, frame: Frame) -> bool:
+    def _refuses_mid_system(self, request: Request, frame: Frame, lane: Lane) -> bool:
         """Whether the messages that the template refuses are fine without the system messages in their middle."""
         first, *rest = request.messages
         others = [message for message in rest if message.role != "system"]
         if len(others) == len(rest):
             return False
         try:
-            self.codec.prompt([first, *others], frame)
+            lane.codec.prompt([first, *others], frame)
         except TemplateError:
             return False
         return True
@@ -226,31 +254,33 @@ class Session:
         if limits.sampled_tokens is not None and self.sampled_tokens >= limits.sampled_tokens:
             raise ApiError(ErrorKind.QUOTA, f"the session's limit of {limits.sampled_tokens} sampled tokens is used up")
 
-    @property
-    def _context(self) -> int:
-        return min(self.settings.limits.context or self.engine.info.context, self.engine.info.context)
+    def _context(self, lane: Lane) -> int:
+        most = lane.engine.info.context
+        return min(self.settings.limits.context or most, most)
 
-    def _check_size(self, request: Request, thread: Thread, key: str) -> None:
+    def _check_size(self, request: Request, thread: Thread, key: str, lane: Lane) -> None:
         """Refuse what is far too long without encoding all of it, which would hold up every other session."""
-        context = self._context
+        context = self._context(lane)
         tools = () if key in self.frames else request.tools
-        if turns.far_exceeds(self.codec, thread.fresh, tools, context):
+        if turns.far_exceeds(lane.codec, thread.fresh, tools, context):
             raise _too_long(context, f"more than {context}")
 
     def _arguments(self, request: Request) -> dict[str, Any]:
         return {**self.settings.template_args, **request.template_args}
 
-    def _key_of(self, request: Request) -> str:
+    def _key_of(self, request: Request, lane: Lane) -> str:
         arguments = self._arguments(request)
         cached = self._root_key
-        if cached is None or cached[0] is not request.tools or cached[1] != arguments:
-            cached = self._root_key = (request.tools, arguments, fingerprint.root_key(request.tools, arguments))
-        return cached[2]
+        if cached is None or cached[0] is not request.tools or cached[1] != arguments or cached[2] is not lane:
+            model = "" if lane is self.lanes.policy else lane.name
+            key = fingerprint.root_key(request.tools, arguments, model)
+            cached = self._root_key = (request.tools, arguments, lane, key)
+        return cached[3]
 
-    def _room(self, request: Request, plan: Plan) -> int:
+    def _room(self, request: Request, plan: Plan, lane: Lane) -> int:
         """How many tokens the turn may sample."""
         limits = self.settings.limits
-        context = self._context
+        context = self._context(lane)
         prompt = (plan.parent.end if plan.parent else 0) + len(plan.suffix)
         if prompt >= context:
             raise _too_long(context, str(prompt))
@@ -260,13 +290,23 @@ class Session:
         return min(room, request.sampling.max_tokens or room)
 
     def _open(
-        self, request: Request, plan: Plan, key: str, room: int, asked: dict[str, Any], first: int, id: str
+        self,
+        request: Request,
+        plan: Plan,
+        key: str,
+        room: int,
+        asked: dict[str, Any],
+        first: int,
+        id: str,
+        lane: Lane,
     ) -> Node:
         """Put the turn into the graph and its sampling under way."""
         index = self.started
         self.started += 1
         lead = request.messages[0]
-        temperature, top_p, top_k, overridden = sampling.distribution(self.settings.sampling, request)
+        temperature, top_p, top_k, overridden = sampling.distribution(
+            self.settings.sampling, request, trained=lane.trained
+        )
         node = Node(
             id=f"{self.id}-{index}",
             index=index,
@@ -284,12 +324,15 @@ class Session:
             new=plan.new,
             prefill=plan.prefill,
             hints=request.hints,
-            system=fingerprint.of(lead, self.planner.noise) if lead.role == "system" else b"",
+            system=fingerprint.of(lead, self.noise) if lead.role == "system" else b"",
             has_tools=bool(request.tools),
             model=request.model,
             forced=plan.forced,
             flags=plan.flags,
             special_text=plan.special_text,
+            engine=lane.name,
+            untrained=None if lane.trained else Untrained.FROZEN,
+            images=plan.images,
             meta={
                 "dialect": request.dialect,
                 "temperature": temperature,
@@ -314,13 +357,14 @@ class Session:
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
-            stop_ids=self.codec.stop_ids,
+            stop_ids=lane.codec.stop_ids,
             stop_strings=request.sampling.stop,
             seed=None if seed is None else seed + index - first,
             id=node.id,
             conversation=f"{self.id}-{node.root.index}",
             group=self.group or self.id,
             request=request,
+            media=tuple(node.all_images()),
         )
         task = asyncio.get_running_loop().create_task(self._sample(node, wanted, request))
         self.work[node.id] = task
@@ -345,7 +389,7 @@ class Session:
         """Sample the turn, read its reply, and write both to the journal. Cancelled only while it samples."""
         began = time.perf_counter()
         try:
-            sampled = await turns.sample(self.engine, wanted)
+            sampled = await turns.sample(self.lanes[node.engine].engine, wanted)
             self._take(node, wanted, request, sampled)
             node.meta["seconds"] = time.perf_counter() - began
             await self._record(node)
@@ -359,9 +403,13 @@ class Session:
             watcher(node)
 
     def _take(self, node: Node, wanted: SampleRequest, request: Request, sampled: Sample) -> None:
+        expanded = any(not image.reported for image in node.images)
         if sampled.prompt is not None:
             # Rendered by the engine: only now is it known what the model saw.
-            node.suffix, node.prompt_length = sampled.prompt, len(sampled.prompt)
+            node.suffix, node.prompt_length, node.buffer = sampled.prompt, len(sampled.prompt), None
+            node.images = tuple(replace(image, start=0, length=0) for image in node.images)
+        elif expanded and node.untrained is None:
+            node.untrained = Untrained.PROMPT_UNKNOWN
         node.sampled = np.ascontiguousarray(sampled.ids, np.int32)
         node.logprobs = np.ascontiguousarray(sampled.logprobs, np.float32)
         node.versions = np.ascontiguousarray(sampled.versions, np.int32)
@@ -369,7 +417,8 @@ class Session:
         node.meta["cached_tokens"] = sampled.cached_tokens
         tools = request.tools + request.shown
         before = node.parent if node.resumes else None
-        node.reply, native = turns.read_reply(self.codec, wanted.prompt, sampled, tools, node.index, before)
+        codec = self.lanes[node.engine].codec
+        node.reply, native = turns.read_reply(codec, wanted.prompt, sampled, tools, node.index, before)
         node.finish = sampled.finish
         self.sampled_tokens += len(node.sampled)
         if native:
@@ -388,8 +437,9 @@ class Session:
         """What the dialect is to write; the turns are done."""
         nodes = turns_.nodes
         first = nodes[0]
+        codec = self.lanes[first.engine].codec
         reasoning = sum(
-            turns.reasoning_tokens(self.codec, node.sampled, node.reply) for node in nodes if node.reply is not None
+            turns.reasoning_tokens(codec, node.sampled, node.reply) for node in nodes if node.reply is not None
         )
         return Answer(
             id=turns_.id,
@@ -402,9 +452,7 @@ class Session:
                 cached=int(first.meta.get("cached_tokens", 0)),
                 reasoning=reasoning,
             ),
-            logprobs=lambda place: turns.token_logprobs(
-                self.codec, nodes[place].sampled, nodes[place].logprobs.tolist()
-            ),
+            logprobs=lambda place: turns.token_logprobs(codec, nodes[place].sampled, nodes[place].logprobs.tolist()),
         )
 
     async def delivered(self, turns_: Turns) -> None:
@@ -447,7 +495,7 @@ class Session:
         except ApiError as error:
             return error
         except EngineError as error:
-            return ApiError(ErrorKind.OVERLOADED, f"the engine could not answer: {error}", retry_after=1)
+            return _unanswered(error)
         except asyncio.CancelledError:
             if self.sealed:
                 return ApiError(ErrorKind.UNAUTHORISED, "the session was sealed during this turn")
@@ -459,6 +507,14 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
     """Look at the outcome, so that it is not reported as lost when the client has left."""
     if not future.cancelled():
         future.exception()
+
+
+def _unanswered(error: EngineError) -> ApiError:
+    return ApiError(ErrorKind.OVERLOADED, f"the engine could not answer: {error}", retry_after=1)
+
+
+def _seeing(frame: Frame, images: Mapping[str, Placeholder]) -> Frame:
+    return replace(frame, images=images) if images else frame
 
 
 def _too_long(context: int, found: str) -> ApiError:

@@ -48,7 +48,8 @@ async def sample(engine: Engine, request: SampleRequest) -> Sample:
 
 def _check(part: Sample, request: SampleRequest) -> None:
     """The engine's contract, at every call: it saw what was sent, and every token has its logprob and version."""
-    if part.prompt is None and part.prompt_tokens != len(request.prompt):
+    expands = any(not image.reported for image in request.media)
+    if part.prompt is None and part.prompt_tokens != len(request.prompt) and not expands:
         raise EngineError(f"the engine saw {part.prompt_tokens} prompt tokens, {len(request.prompt)} were sent")
     if not len(part.ids) == len(part.logprobs) == len(part.versions):
         raise EngineError(
@@ -70,7 +71,7 @@ def _joined(parts: Sequence[Sample]) -> Sample:
         cached_tokens=parts[0].cached_tokens,
         stop_string=parts[-1].stop_string,
         flags=tuple(dict.fromkeys(["resumed", *(flag for part in parts for flag in part.flags)])),
-        prompt=parts[-1].prompt,
+        prompt=next((part.prompt for part in parts if part.prompt is not None), None),
         reply=parts[-1].reply,
     )
 

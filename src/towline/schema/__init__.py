@@ -34,8 +34,9 @@ from towline.schema.service import (
     Unit,
 )
 from towline.schema.tables import traces_from_table, traces_table
-from towline.schema.trajectory import FidelityReport, Trace, Trajectory, Turn
+from towline.schema.trajectory import FidelityReport, Image, Trace, Trajectory, Turn
 from towline.schema.vocabulary import (
+    POLICY,
     TRAINED_ROLES,
     VALID_TRANSITIONS,
     BuilderName,
@@ -45,9 +46,11 @@ from towline.schema.vocabulary import (
     RewardStatus,
     SessionState,
     TurnRole,
+    Untrained,
 )
 
 __all__ = [
+    "POLICY",
     "SCHEMA_VERSION",
     "TRAINED_ROLES",
     "VALID_TRANSITIONS",
@@ -63,6 +66,7 @@ __all__ = [
     "File",
     "Float32Array",
     "ForkReason",
+    "Image",
     "Int32Array",
     "Model",
     "Network",
@@ -93,6 +97,7 @@ __all__ = [
     "TurnRole",
     "UInt8Array",
     "Unit",
+    "Untrained",
     "traces_from_table",
     "traces_table",
 ]

@@ -1,7 +1,8 @@
 """The invariants of a trajectory as plain functions; each raises `ValueError` with the turn or trace at fault.
 
 - The graph: parents come earlier, and a turn's prompt is its parent's prompt, what the parent sampled, and its suffix.
-- Ownership: a turn of a trained role is trained whole in exactly one trace; any other turn in none.
+- Ownership: a turn of a trained role is trained whole in exactly one trace; any other turn, and one that is `untrained`,
+  in none.
 - Exactness: a row of the `exact` builder is, token for token, the path of turns that ends in its last turn.
 """
 
@@ -82,6 +83,10 @@ def check_ownership(
             mask = trace.loss_mask[start:end]
             if not mask.any():
                 continue
+            if turn.untrained is not None:
+                raise ValueError(
+                    f"trace {trace.trace_id} trains turn {turn.id}, which is not trained: {turn.untrained}"
+                )
             if turn.role not in trained_roles:
                 raise ValueError(f"trace {trace.trace_id} trains turn {turn.id}, whose role {turn.role} is not trained")
             if index in owner:
@@ -92,7 +97,8 @@ def check_ownership(
             trained += end - start
     if complete:
         for turn in turns:
-            if turn.role in trained_roles and len(turn.sampled) and turn.index not in owner:
+            trainable = turn.role in trained_roles and turn.untrained is None
+            if trainable and len(turn.sampled) and turn.index not in owner:
                 raise ValueError(f"turn {turn.id} of the trained role {turn.role} is trained in no trace")
     return trained
 

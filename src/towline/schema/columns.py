@@ -8,7 +8,8 @@
 | `dict[str, int]`, `dict[str, float]` | map |
 | any other dictionary, alone or in a list | string of JSON, since its keys are free |
 
-Invariant: decoding a table that was encoded here gives the same records.
+Invariant: decoding a table that was encoded here gives the same records. A table from before a field was added has no such
+column: the field has its default.
 """
 
 from __future__ import annotations
@@ -56,9 +57,12 @@ def from_table(model: type[Model], table: pa.Table) -> list[dict[str, Any]]:
     expected = pa.schema([(name, codec.type) for name, codec in codecs.items()])
     try:
         _check_table_version(table)
-        missing = [name for name in codecs if name not in table.column_names]
+        absent = [name for name in codecs if name not in table.column_names]
+        missing = [name for name in absent if model.model_fields[name].is_required()]
         if missing:
             raise SchemaError(f"not a table of {model.__name__}: it has no column {', '.join(missing)}")
+        for name in absent:
+            table = table.append_column(name, pa.nulls(table.num_rows, codecs[name].type))
         table = table.select(expected.names).cast(expected).combine_chunks()
         # Offsets out of their buffer, from a damaged file, would otherwise be read as memory.
         table.validate(full=True)
@@ -67,7 +71,13 @@ def from_table(model: type[Model], table: pa.Table) -> list[dict[str, Any]]:
     if not table.num_rows:
         return []
     decoded = [codec.decode(table.column(name).chunk(0)) for name, codec in codecs.items()]
-    return [dict(zip(codecs, row, strict=True)) for row in zip(*decoded, strict=True)]
+    return [_given(model, row) for row in zip(*decoded, strict=True)]
+
+
+def _given(model: type[Model], row: Iterable[Any]) -> dict[str, Any]:
+    """A record's fields without those that are null in a file from before they were: they have their defaults."""
+    fields = zip(model.model_fields.items(), row, strict=True)
+    return {name: value for (name, field), value in fields if value is not None or field.default is None}
 
 
 def one_row(model: type[Model], table: pa.Table) -> dict[str, Any]:
@@ -189,7 +199,7 @@ def _struct_codec(model: type[Model]) -> Codec:
         present = array.is_valid().to_pylist()
         children = [codec.decode(array.field(name)) for name, codec in codecs.items()]
         rows = zip(*children, strict=True)
-        return [dict(zip(codecs, row, strict=True)) if real else None for real, row in zip(present, rows, strict=True)]
+        return [_given(model, row) if real else None for real, row in zip(present, rows, strict=True)]
 
     return Codec(pa.struct(fields), encode, decode)
 

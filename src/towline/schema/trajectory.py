@@ -29,6 +29,7 @@ from towline.schema.base import (
 )
 from towline.schema.entities import Reward, check_end
 from towline.schema.vocabulary import (
+    POLICY,
     TRAINED_ROLES,
     BuilderName,
     ContextPolicy,
@@ -36,10 +37,26 @@ from towline.schema.vocabulary import (
     ForkReason,
     SessionState,
     TurnRole,
+    Untrained,
 )
 
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1)]
+
+
+class Image(Model):
+    """An image that the model saw, and which tokens stand for it."""
+
+    digest: str
+    """Hex SHA-256 of its bytes, or of its URL where the bytes are elsewhere."""
+    url: str = ""
+    """Where it is; empty if it was sent within the request."""
+    start: Count
+    """Its first token, counted from the beginning of the whole prompt or row."""
+    length: Count
+    """0 if the engine does not say which tokens stand for it."""
+    key: str = ""
+    """What the engine calls it, once it was made ready for the model."""
 
 
 class Turn(Model):
@@ -83,6 +100,11 @@ class Turn(Model):
     """The new messages of this call in neutral JSON."""
     tools_key: str = ""
     """Names the tool declarations in `Trajectory.tools`; empty for a call without tools."""
+    engine: str = POLICY
+    """The name of the engine that sampled it. The ids of another engine than the policy are of its own vocabulary."""
+    untrained: Untrained | None = None
+    images: list[Image] = Field(default_factory=list)
+    """The images in `suffix`."""
     reply: Json = Field(default_factory=dict)
     cached_tokens: Count = 0
     started: float = 0.0
@@ -138,6 +160,8 @@ class Trace(Model):
     fork_reason: ForkReason | None = None
     truncated: bool = False
     """The row stops before the model did: its last turn was cut short, or the session was."""
+    images: list[Image] = Field(default_factory=list)
+    """The images among the tokens, in order."""
 
     @model_validator(mode="after")
     def _arrays_agree(self) -> Self:
@@ -161,6 +185,9 @@ class Trace(Model):
             raise ValueError("loss_mask is 1 at a token that was not sampled")
         if self.logprobs[context].any():
             raise ValueError("logprobs must be 0 where nothing was sampled")
+        for image in self.images:
+            if not context[image.start : image.start + image.length].all() or image.start + image.length > lengths[0]:
+                raise ValueError(f"the image at token {image.start} does not stand in the row's context")
         return self
 
     @property
@@ -194,6 +221,12 @@ class FidelityReport(Model):
     special_text: Count = 0
     """Special-token texts inside messages."""
     malformed_calls: Count = 0
+    frozen_turns: Count = 0
+    """Turns that other engines than the policy sampled; they are in no row."""
+    unknown_prompts: Count = 0
+    """Turns in no row because the engine did not say what the model saw in place of an image."""
+    images: Count = 0
+    """Images in the rows."""
 
     @property
     def row_over_distinct(self) -> float:

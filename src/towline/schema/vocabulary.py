@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
 
+POLICY = "policy"
+"""The name of the engine whose turns are trained."""
+
 
 class ContextPolicy(StrEnum):
     """What a conversation keeps of replies that the harness or the template would change."""
@@ -43,6 +46,10 @@ class ForkReason(StrEnum):
     VANISHED_MESSAGE = "vanished_message"
     STOP_MISMATCH = "stop_mismatch"
     PREFILL = "prefill"
+    MODEL_CHANGED = "model_changed"
+    """The harness went on with a model that another engine answers to."""
+    IMAGE_UNREPORTED = "image_unreported"
+    """The engine shows an image and does not say what stands for it in the prompt: nothing can be continued in place."""
     UNMATCHED = "unmatched"
     """A further root whose reason is none of the others."""
 
@@ -56,6 +63,15 @@ class TurnRole(StrEnum):
     SIDE = "side"
     DISCARDED = "discarded"
     """Sampled and never delivered."""
+
+
+class Untrained(StrEnum):
+    """Why a turn is not trained, whatever its role."""
+
+    FROZEN = "frozen"
+    """Another engine than the policy sampled it."""
+    PROMPT_UNKNOWN = "prompt_unknown"
+    """The engine did not say what the model saw in place of an image."""
 
 
 TRAINED_ROLES: tuple[TurnRole, ...] = (TurnRole.MAIN, TurnRole.SUBAGENT, TurnRole.COMPACTION)

@@ -35,18 +35,21 @@ def default_folder() -> Path:
     return (base if base.is_absolute() else Path.home() / ".cache") / "towline" / "tiny"
 
 
-def create(folder: Path, *, seed: int = 0, steps: int = STEPS, progress: Progress | None = None) -> Path:
+def create(
+    folder: Path, *, seed: int = 0, steps: int = STEPS, thinking: bool = False, progress: Progress | None = None
+) -> Path:
     """Make a model folder in the Hugging Face layout, or leave it as it is if it was made by this very recipe.
 
     The weights have had a *format warm-up* and no more: with the default steps about 99% of the turns are well-formed calls
-    and answers at temperature 1, and about one question in six is right, which is what repeating one of the mentions at
-    random gives (`registry.CHANCE`). Getting questions right is left to reinforcement learning.
+    and answers at temperature 1, and about one question in four is right, which is what repeating one of the mentions at
+    random gives (`registry.CHANCE`). Getting questions right is left to reinforcement learning. With `thinking` every reply
+    begins with a line of reasoning, for what depends on whether a harness sends reasoning back.
 
     The folder appears whole or not at all, and makers at the same time wait for each other. The same seed and steps give
     the same folder on one machine. Raises `ConfigError` if the folder holds something else.
     """
     folder = folder.absolute()
-    recipe = _recipe(seed, steps)
+    recipe = _recipe(seed, steps, thinking)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         stamp = folder / _STAMP
@@ -57,8 +60,9 @@ def create(folder: Path, *, seed: int = 0, steps: int = STEPS, progress: Progres
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
             made = Path(scratch) / "made"
             made.mkdir()
-            _make(made, seed, steps, progress)
-            (made / _STAMP).write_text(json.dumps({"recipe": recipe, "seed": seed, "steps": steps}) + "\n")
+            _make(made, seed, steps, thinking, progress)
+            stamp_of = {"recipe": recipe, "seed": seed, "steps": steps, "thinking": thinking}
+            (made / _STAMP).write_text(json.dumps(stamp_of) + "\n")
             if folder.exists():
                 # No folder can be renamed over another: the old one is moved away, and goes with the scratch folder.
                 folder.rename(Path(scratch) / "old")
@@ -83,16 +87,16 @@ def _stamped(stamp: Path) -> str | None:
     return recipe if isinstance(recipe, str) else None
 
 
-def _recipe(seed: int, steps: int) -> str:
+def _recipe(seed: int, steps: int, thinking: bool) -> str:
     """A hash of everything the model is made from: this package's own files, and the arguments."""
-    digest = hashlib.sha256(f"{seed} {steps}".encode())
+    digest = hashlib.sha256(f"{seed} {steps} {thinking}".encode())
     for file in sorted(resources.files(__name__).iterdir(), key=lambda file: file.name):
         if file.name.endswith((".py", ".jinja")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
-def _make(folder: Path, seed: int, steps: int, progress: Progress | None) -> None:
+def _make(folder: Path, seed: int, steps: int, thinking: bool, progress: Progress | None) -> None:
     try:
         import torch
 
@@ -128,7 +132,7 @@ def _make(folder: Path, seed: int, steps: int, progress: Progress | None) -> Non
     # comes out does not depend on how many there are.
     torch.set_num_threads(1)
     try:
-        warm_up(decoder, codec, seed=seed, steps=steps, progress=progress)
+        warm_up(decoder, codec, seed=seed, steps=steps, thinking=thinking, progress=progress)
     finally:
         torch.set_num_threads(threads)
     save(decoder, folder)

@@ -1,7 +1,7 @@
 """The format warm-up: supervised steps that teach how a call and an answer look, and nothing about which is right.
 
 The conversations are the registry's, with the very ids that the gateway would serve. Whoever speaks in them repeats one
-of the mentions at random: of a tool (among the tools, or in the question), of an item, of a value (in the question, or in
+of the mentions at random: of a tool (among the tools, or in the question, where it weighs double), of an item, of a value (in the question, or in
 the result). A model warmed up so speaks the format nearly always and is right about as often as `registry.CHANCE`; being
 right is what reinforcement learning is for.
 
@@ -9,6 +9,8 @@ Since it is known what each random choice was drawn from, the steps learn that w
 draw: the same aim as with more conversations, without their noise. So what stands in a conversation need not be what is
 learned there: some calls name what is not shown and come back as unknown, some questions get an answer without a call.
 They are only context, for the model to find its way back to the format after it has said such a thing itself.
+
+With `thinking` every reply begins with a line of reasoning that makes the choice; what follows repeats it.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def frame_of(instance: registry.Instance) -> Frame:
     return Frame(tuple(Tool(function["name"], "", function["parameters"]) for function in functions))
 
 
-def conversation(codec: Codec, random: Random, questions: int) -> Row:
+def conversation(codec: Codec, random: Random, questions: int, *, thinking: bool = False) -> Row:
     """A conversation about a random instance."""
     instance = registry.draw(random, questions=questions)
     frame = frame_of(instance)
@@ -73,30 +75,40 @@ def conversation(codec: Codec, random: Random, questions: int) -> Row:
         asked = Message("user", question.text)
         row.ids += _between(codec, messages, last, asked, frame)
         messages.append(asked)
-        tools = [*instance.tools, question.attribute]
-        items = [*instance.records, question.item]
+        tools = [*instance.tools, *[question.attribute] * registry.EMPHASIS]
+        items = [*instance.records, *[question.item] * registry.EMPHASIS]
         chance = random.random()
         if chance < BARE:
             answer = random.choice(question.choices)
-            last = codec.write(answer, None, [], frame)
+            thought = answer if thinking else None
+            last = codec.write(answer, thought, [], frame)
             row.ids += last
-            messages.append(Message("assistant", answer))
+            messages.append(Message("assistant", answer, thought))
             continue
         stray = chance < BARE + STRAY
         item = random.choice(registry.ITEMS if stray else items)
         call = ToolCall(f"call{place}", random.choice(list(registry.VALUES) if stray else tools), {"item": item})
-        said = codec.write("", None, [call], frame)
-        row.say(said, _ids(codec, call.name, *tools), _ids(codec, item, *items))
-        messages.append(Message("assistant", "", None, (call,)))
+        thought = f"{call.name} of {item}" if thinking else None
+        said = codec.write("", thought, [call], frame)
+        _say(row, codec, said, thought, _ids(codec, call.name, *tools), _ids(codec, item, *items))
+        messages.append(Message("assistant", "", thought, (call,)))
         result = Message("tool", instance.lookup(call.name, item), tool_call_id=call.id, name=call.name)
         row.ids += _between(codec, messages, said, result, frame)
         messages.append(result)
         values = [*question.choices, *([result.text] if result.text != registry.UNKNOWN else [])]
         answer = random.choice(values)
-        last = codec.write(answer, None, [], frame)
-        row.say(last, _ids(codec, answer, *values))
-        messages.append(Message("assistant", answer))
+        thought = answer if thinking else None
+        last = codec.write(answer, thought, [], frame)
+        _say(row, codec, last, thought, _ids(codec, answer, *values))
+        messages.append(Message("assistant", answer, thought))
     return row
+
+
+def _say(row: Row, codec: Codec, said: list[int], thought: str | None, *choices: list[int]) -> None:
+    """Add a reply. Where there is a thought the choice is made in it, and the rest of the reply follows from that."""
+    made = 0 if thought is None else said.index(_ids(codec, "</think>")[0])
+    row.say(said[:made], *choices)
+    row.say(said[made:], *(choices if thought is None else ()))
 
 
 def _between(codec: Codec, messages: list[Message], last: list[int] | None, new: Message, frame: Frame) -> list[int]:
@@ -115,7 +127,13 @@ def _ids(codec: Codec, *symbols: str) -> list[int]:
 
 
 def warm_up(
-    decoder: Decoder, codec: Codec, *, seed: int, steps: int, progress: Callable[[int, int, str], None] | None = None
+    decoder: Decoder,
+    codec: Codec,
+    *,
+    seed: int,
+    steps: int,
+    thinking: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
     """Train the decoder in place. The same seed gives the same weights on the same machine."""
     import torch
@@ -127,7 +145,7 @@ def warm_up(
         count = max(1, round(ROWS / questions**0.7))
         for group in optimiser.param_groups:
             group["lr"] = RATE * min(1.0, (step + 1) / RISE) * (0.05 + 0.475 * (1 + math.cos(math.pi * step / steps)))
-        loss = _loss(decoder, [conversation(codec, random, questions) for _ in range(count)])
+        loss = _loss(decoder, [conversation(codec, random, questions, thinking=thinking) for _ in range(count)])
         optimiser.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)

@@ -21,6 +21,7 @@ from towline.schema import (
     Trajectory,
     Turn,
     TurnRole,
+    Untrained,
 )
 from towline.tokens import builders, roles
 from towline.tokens.graph import Graph, Node
@@ -80,7 +81,7 @@ def assemble(
         graph, by_node, builder, rollout_id=session_id, group_id=group_id or session_id, trained=trained, ends=ends
     )
     if not any(trace.loss_mask.any() for trace in traces) and error is None:
-        error = "no token of a trained role was sampled" if nodes else "no model call was captured"
+        error = _nothing_trained(nodes)
     report = FidelityReport(
         conversations=len({node.root for node in nodes}),
         turns=len(nodes),
@@ -98,6 +99,9 @@ def assemble(
         ),
         special_text=sum(node.special_text for node in nodes),
         malformed_calls=sum(len(node.reply.malformed) for node in nodes if node.reply is not None),
+        frozen_turns=sum(node.untrained is Untrained.FROZEN for node in nodes),
+        unknown_prompts=sum(node.untrained is Untrained.PROMPT_UNKNOWN for node in nodes),
+        images=sum(len(trace.images) for trace in traces),
     )
     return Trajectory(
         session_id=session_id,
@@ -113,6 +117,15 @@ def assemble(
         report=report,
         **fields,
     )
+
+
+def _nothing_trained(nodes: Sequence[Node]) -> str:
+    """Why a session has no trained token."""
+    if not nodes:
+        return "no model call was captured"
+    if all(node.untrained is Untrained.FROZEN for node in nodes):
+        return "every model call went to a frozen engine: session.models leaves none to the policy"
+    return "no token of a trained role was sampled"
 
 
 def turn_of(node: Node, role: TurnRole) -> Turn:
@@ -145,6 +158,9 @@ def turn_of(node: Node, role: TurnRole) -> Turn:
         ignored=meta.get("ignored", []),
         messages=[message_json(message) for message in node.new],
         tools_key=node.key,
+        engine=node.engine,
+        untrained=node.untrained,
+        images=[builders.image_of(image, node.prompt_length - len(node.suffix)) for image in node.images],
         reply=reply_json(node.reply),
         cached_tokens=meta.get("cached_tokens", 0),
         started=meta.get("started", 0.0),

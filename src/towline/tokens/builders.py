@@ -7,7 +7,7 @@
 - `per_turn`: a row a call. The naive baseline.
 
 In all three a turn of a trained role is trained exactly once: it belongs to the earliest leaf that runs through it, and
-in other rows its tokens are context.
+in other rows its tokens are context. Turns that are `untrained`, whatever their role, are in no row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 
 from towline.arrays import Ids
 from towline.conversation import Finish
-from towline.schema import BuilderName, ForkReason, Trace, TurnRole
+from towline.images import Placed
+from towline.schema import BuilderName, ForkReason, Image, Trace, TurnRole
 from towline.tokens.graph import Graph, Node, check_buffer
 
 
@@ -32,10 +33,18 @@ class _Row:
     turns: list[tuple[int, Node]] = field(default_factory=list)
     """Where each turn's sampled tokens begin."""
     length: int = 0
+    images: list[Placed] = field(default_factory=list)
 
     def context(self, ids: Ids) -> None:
         self.tokens.append(ids)
         self.length += len(ids)
+
+    def prompt(self, node: Node, ids: Ids) -> None:
+        """Add the end of a turn's prompt, `ids`, with the images in it."""
+        start, suffix = node.prompt_length - len(ids), node.prompt_length - len(node.suffix)
+        images = node.all_images() if start < suffix else [image.moved(suffix) for image in node.images]
+        self.images += [image.moved(self.length - start) for image in images if image.start >= start]
+        self.context(ids)
 
     def sampled(self, node: Node) -> None:
         self.turns.append((self.length, node))
@@ -58,7 +67,7 @@ def build(
     """
     for node in graph.nodes:
         check_buffer(node)
-    alive = [node for node in graph.nodes if roles.get(node) in trained and len(node.sampled)]
+    alive = [node for node in graph.nodes if _is_trained(node, roles, trained) and len(node.sampled)]
     if builder is BuilderName.EXACT:
         rows = [_path_row(leaf) for leaf in _leaves(alive, lambda node: node.parent)]
     elif builder is BuilderName.MERGED:
@@ -66,6 +75,17 @@ def build(
     else:
         rows = [_turn_row(node) for node in alive]
     return _own(rows, roles, builder, rollout_id, group_id, trained)
+
+
+def _is_trained(node: Node, roles: Mapping[Node, TurnRole], trained: Collection[TurnRole]) -> bool:
+    return roles.get(node) in trained and node.untrained is None
+
+
+def image_of(placed: Placed, start: int = 0) -> Image:
+    """What a record says of an image. One that was sent within the request is told by its digest alone."""
+    media = placed.media
+    url = "" if media.url[:5].lower() == "data:" else media.url
+    return Image(digest=media.digest, url=url, start=placed.start + start, length=placed.length, key=placed.key)
 
 
 def _before(node: Node) -> Node | None:
@@ -81,14 +101,14 @@ def _leaves(nodes: Sequence[Node], parent: Callable[[Node], Node | None]) -> lis
 def _path_row(leaf: Node) -> _Row:
     row = _Row(leaf)
     for node in leaf.path():
-        row.context(node.suffix)
+        row.prompt(node, node.suffix)
         row.sampled(node)
     return row
 
 
 def _turn_row(node: Node) -> _Row:
     row = _Row(node)
-    row.context(node.prompt())
+    row.prompt(node, node.prompt())
     row.sampled(node)
     return row
 
@@ -104,9 +124,8 @@ def _stitched(leaf: Node, ends: frozenset[int]) -> list[_Row]:
         suffix = None if previous is None else node.suffix if node.parent is previous else _rest(previous, node, ends)
         if suffix is None:
             rows.append(_Row(node))
-            rows[-1].context(node.prompt())
-        else:
-            rows[-1].context(suffix)
+            suffix = node.prompt()
+        rows[-1].prompt(node, suffix)
         rows[-1].leaf = node
         rows[-1].sampled(node)
     return rows
@@ -160,7 +179,7 @@ def _own(
         for start, node in row.turns:
             stretch = slice(start, start + len(node.sampled))
             logprobs[stretch], versions[stretch], turn_ids[stretch] = node.logprobs, node.versions, node.index
-            if node not in owner and roles.get(node) in trained:
+            if node not in owner and _is_trained(node, roles, trained):
                 owner[node] = trace_id
                 mask[stretch] = 1
                 fork = fork or node
@@ -187,6 +206,7 @@ def _own(
                 finish_reason=str(last.finish or ""),
                 fork_reason=fork.reason,
                 truncated=last.finish is Finish.LENGTH,
+                images=[image_of(image) for image in row.images],
             )
         )
     return traces

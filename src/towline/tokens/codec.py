@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from towline.arrays import Ids
-from towline.conversation import Message, Tool, ToolCall
+from towline.conversation import Media, Message, Tool, ToolCall
 from towline.errors import TowlineError
+from towline.images import Placed, Placeholder
 from towline.schema import ForkReason
 from towline.tokens.parser import Parsed
 from towline.tokens.tokenizer import Tokenizer
@@ -40,11 +41,13 @@ class Unbridgeable(TowlineError):
 
 @dataclass
 class Frame:
-    """What a conversation stands under: tools, template arguments and the session's clock."""
+    """What a conversation stands under: tools, template arguments, the session's clock and the engine's eyes."""
 
     tools: tuple[Tool, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     now: Callable[[], datetime] = datetime.now
+    images: Mapping[str, Placeholder] = field(default_factory=dict)
+    """What the engine puts into a prompt for an image, by digest."""
 
     @cached_property
     def functions(self) -> list[dict[str, Any]] | None:
@@ -60,6 +63,7 @@ class Encoded:
     """How many leading ids close a turn that did not end by itself; they were never sampled."""
     special_text: int = 0
     """How often new user or tool text spelled a special token."""
+    images: list[Placed] = field(default_factory=list)
 
 
 class Codec(Protocol):
@@ -72,10 +76,12 @@ class Codec(Protocol):
     """Ids that end a turn when they are sampled."""
     end_ids: frozenset[int]
     """Ids that end a message in a prompt: those, and what stands in history only."""
-    shown_media: frozenset[str]
-    """Kinds of media that the model gets to see; of all others it sees a marker."""
     short_call_ids: bool
     """Tool-call ids must be nine alphanumeric characters (Mistral's templates insist)."""
+
+    def sees(self, message: Message, frame: Frame) -> list[Media]:
+        """The media of a message that the model gets to see, in order; of all others it sees a marker."""
+        ...
 
     def prompt(self, messages: Sequence[Message], frame: Frame, *, prefill: bool = False) -> Encoded:
         """Render and encode everything. With `prefill` the last message is an assistant's, left open."""

@@ -18,7 +18,8 @@ import numpy as np
 
 from towline.arrays import Ids
 from towline.conversation import Finish, Message, Request
-from towline.schema import ContextPolicy, ForkReason
+from towline.images import Placed
+from towline.schema import POLICY, ContextPolicy, ForkReason
 from towline.tokens import finding, fingerprint, media
 from towline.tokens.codec import Codec, Encoded, Frame, Unbridgeable
 from towline.tokens.graph import Graph, Node
@@ -28,6 +29,8 @@ _TAIL = 64
 FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE = "forced_close", "spliced_replies", "vanished_kept", "noise_ignored"
 """What a plan says about its turn beside a fork's reason."""
 _FLAGS = (FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE)
+UNREPORTED = "image_unreported"
+"""The flag of a turn in whose prompt the engine puts something for an image that it does not tell."""
 
 
 class Vanishing(StrEnum):
@@ -63,6 +66,8 @@ class Plan:
     forced: int = 0
     special_text: int = 0
     flags: list[str] = field(default_factory=list)
+    images: tuple[Placed, ...] = ()
+    """The images in `suffix`, counted from its beginning."""
 
 
 @dataclass(slots=True)
@@ -73,10 +78,12 @@ class _Ids:
     forced: int = 0
     special_text: int = 0
     spliced: int = 0
+    images: list[Placed] = field(default_factory=list)
 
     def add(self, encoded: Encoded) -> None:
         # Only what closes the parent is a forced close of this turn; a spliced reply was closed before.
         self.forced += 0 if self.ids else encoded.forced
+        self.images += [image.moved(len(self.ids)) for image in encoded.images]
         self.ids += encoded.ids
         self.special_text += encoded.special_text
 
@@ -90,7 +97,7 @@ class _Ids:
 
 
 class Planner:
-    """Plans the requests of one session."""
+    """Plans the requests of one session to one engine."""
 
     def __init__(
         self,
@@ -100,8 +107,10 @@ class Planner:
         vanishing: Vanishing = Vanishing.FORK,
         capture: Capture = Capture.EXACT,
         noise: Sequence[re.Pattern[str]] = (),
+        engine: str = POLICY,
     ):
         self.codec = codec
+        self.engine = engine
         self.policy = policy
         self.vanishing = vanishing
         self.capture = capture
@@ -119,8 +128,15 @@ class Planner:
     def plan(self, graph: Graph, request: Request, key: str, frame: Frame, hashes: list[bytes]) -> Plan:
         """Decide and make the prompt. Raises `TemplateError` if the template refuses the messages outright."""
         plan = self._decide(graph, request, key, frame, hashes)
-        plan.flags += media.not_shown(plan.new, self.codec.shown_media)
+        plan.flags += media.not_shown(plan.new, lambda message: self.codec.sees(message, frame))
         return plan
+
+    def _unreported(self, messages: Sequence[Message], frame: Frame) -> bool:
+        """Whether the engine shows an image without telling what stands for it."""
+        if not any(placeholder.ids is None for placeholder in frame.images.values()):
+            return False
+        seen = (item.digest for message in messages for item in self.codec.sees(message, frame))
+        return any(frame.images[digest].ids is None for digest in seen if digest in frame.images)
 
     def _decide(self, graph: Graph, request: Request, key: str, frame: Frame, hashes: list[bytes]) -> Plan:
         messages = request.messages
@@ -131,18 +147,21 @@ class Planner:
 
         found, covered, vanished = finding.match(graph, messages, key, hashes)
         twin = finding.twin(graph, messages, key, hashes, found)
-        if twin is not None:
+        unreported = self._unreported(messages, frame)
+        if twin is not None and not unreported:
             return self._sibling(plan, twin)
         resumes = covered == len(messages) and self.capture is Capture.EXACT
         if prefill is not None and prefill.tool_calls and not resumes:
             # Calls are closed by the template: nothing can be written behind them in the same message.
             plan.prefill = None
-        if self.capture is Capture.PLAIN:
-            return self._plain(plan, graph, found, covered, vanished, request, key, frame)
+        if self.capture is Capture.PLAIN or unreported:
+            self._plain(plan, graph, found, covered, vanished, request, key, frame)
+            return _untold(plan, found, twin, messages) if unreported else plan
         if found is not None:
             return self._continue(plan, graph, found, covered, vanished, request, key, frame)
-        plan.origin, plan.reason, plan.inferred = finding.why_new(graph, request, key, hashes)
-        return self._compose(plan, graph, finding.named(graph, messages) or plan.origin, messages, frame)
+        plan.origin, plan.reason, plan.inferred = finding.why_new(graph, request, key, hashes, self.engine)
+        near = finding.named(graph, messages, self.engine) or plan.origin
+        return self._compose(plan, graph, near, messages, frame)
 
     def _sibling(self, plan: Plan, twin: Node) -> Plan:
         """The same request once more: the same prompt, token for token.
@@ -151,6 +170,7 @@ class Planner:
         """
         plan.parent, plan.suffix, plan.new = twin.parent, twin.suffix, twin.new
         plan.forced, plan.special_text, plan.prefill = twin.forced, twin.special_text, twin.prefill
+        plan.images = twin.images
         plan.flags = [flag for flag in twin.flags if flag in _FLAGS]
         if twin.finish is Finish.ABORT:
             plan.origin, plan.reason, plan.inferred = twin.origin, twin.reason, twin.origin_inferred
@@ -183,7 +203,7 @@ class Planner:
             return self._anew(plan, graph, found, messages, frame)
         if covered == len(messages):
             return self._resume_reply(plan, found)
-        later = [node for _, node in _ours(graph, messages, found, covered) if node.index > found.index]
+        later = [node for _, node in self._ours(graph, messages, found, covered) if node.index > found.index]
         if later:
             plan.reason, plan.origin = ForkReason.HISTORY_EDITED, later[-1]
         elif any(child.delivered or child.finish is None for child in found.children):
@@ -215,6 +235,7 @@ class Planner:
             return self._compose(plan, graph, found, messages, frame)
         made.forced = 0
         _made(plan, made)
+        plan.images = tuple(image.moved(len(cut)) for image in plan.images)
         self._instead_of(plan, found, np.concatenate([cut, plan.suffix]))
         plan.special_text = found.special_text + made.special_text
         plan.new = [*_asked(found), *messages[covered - 1 :]]
@@ -223,6 +244,7 @@ class Planner:
     def _instead_of(self, plan: Plan, found: Node, ids: Ids) -> None:
         """Prompt `found` once more, with `ids` for what it sampled."""
         plan.parent, plan.suffix = found.parent, np.concatenate([found.suffix, ids])
+        plan.images = (*found.images, *(image.moved(len(found.suffix)) for image in plan.images))
         plan.forced, plan.special_text = found.forced, found.special_text
         plan.flags += [flag for flag in found.flags if flag in _FLAGS and flag not in plan.flags]
 
@@ -275,11 +297,19 @@ class Planner:
         for index in range(covered + 1, len(messages) - 1):
             message = messages[index]
             if message.role == "assistant" and messages[index + 1].role != "assistant":
-                node = finding.own(graph, message, near, index)
+                node = finding.own(graph, message, near, index, self.engine)
                 # A reply behind a prefill was sampled without its beginning.
                 if node is not None and node.prefill is None and self._stays(node, message):
                     return index, node
         return len(messages), None
+
+    def _ours(
+        self, graph: Graph, messages: Sequence[Message], near: Node | None, start: int = 0
+    ) -> list[tuple[int, Node]]:
+        """Which of the messages from `start` on are replies of ours, in order."""
+        places = range(start, len(messages))
+        found = [finding.own(graph, messages[place], near, place, self.engine) for place in places]
+        return [(place, node) for place, node in zip(places, found, strict=True) if node is not None]
 
     def _stays(self, node: Node, message: Message) -> bool:
         """Whether a reply stays in context as it was sampled, whatever the harness made of its reasoning."""
@@ -340,7 +370,7 @@ class Planner:
     def _anew(self, plan: Plan, graph: Graph, near: Node | None, messages: Sequence[Message], frame: Frame) -> Plan:
         """Everything rendered as a plain server would."""
         plan.parent, plan.new = None, list(messages)
-        shown = self._thought(messages, _ours(graph, messages, near))
+        shown = self._thought(messages, self._ours(graph, messages, near))
         made = _Ids()
         made.add(self.codec.prompt(graph.native(shown), frame, prefill=plan.prefill is not None))
         return _made(plan, made)
@@ -363,7 +393,7 @@ class Planner:
 
     def _rewritten(self, graph: Graph, near: Node, messages: Sequence[Message], frame: Frame) -> bool:
         """Whether the policy wants what the template shows of our replies, and that is not what was sampled."""
-        ours = [] if self.policy is ContextPolicy.RETAIN else _ours(graph, messages, near)
+        ours = [] if self.policy is ContextPolicy.RETAIN else self._ours(graph, messages, near)
         covered = ours[-1][0] + 1 if ours else len(messages)
         return covered < len(messages) and self._rewrites(graph, ours, covered, messages, frame)
 
@@ -379,33 +409,39 @@ class Planner:
         frame: Frame,
     ) -> Plan:
         if found is None:
-            plan.origin, plan.reason, plan.inferred = finding.why_new(graph, request, key, plan.hashes)
+            plan.origin, plan.reason, plan.inferred = finding.why_new(graph, request, key, plan.hashes, self.engine)
         else:
             plan.origin, plan.new = found, request.messages[covered:]
             taken = any(node.origin is found and node.reason is None for node in graph.nodes)
             if vanished:
                 plan.reason = ForkReason.VANISHED_MESSAGE
-            elif taken or any(node.index > found.index for _, node in _ours(graph, request.messages, found, covered)):
+            elif taken or any(n.index > found.index for _, n in self._ours(graph, request.messages, found, covered)):
                 plan.reason = ForkReason.HISTORY_EDITED
         made = _Ids()
         made.add(self.codec.prompt(graph.native(request.messages), frame, prefill=plan.prefill is not None))
         return _made(plan, made)
 
 
+def _untold(plan: Plan, found: Node | None, twin: Node | None, messages: Sequence[Message]) -> Plan:
+    """Say why a prompt was made anew: what the model sees for an image is the engine's to know."""
+    plan.flags.append(UNREPORTED)
+    plan.new = list(messages)
+    if twin is not None and twin.finish is not Finish.ABORT:
+        plan.origin, plan.reason, plan.inferred = twin, ForkReason.SIBLING, False
+    elif found is not None:
+        plan.reason = plan.reason or ForkReason.IMAGE_UNREPORTED
+    return plan
+
+
 def _made(plan: Plan, made: _Ids) -> Plan:
     plan.suffix = np.asarray(made.ids, np.int32)
+    plan.images = tuple(made.images)
     plan.forced, plan.special_text = made.forced, made.special_text
     if made.forced:
         plan.flags.append(FORCED_CLOSE)
     if made.spliced:
         plan.flags.append(SPLICED)
     return plan
-
-
-def _ours(graph: Graph, messages: Sequence[Message], near: Node | None, start: int = 0) -> list[tuple[int, Node]]:
-    """Which of the messages from `start` on are replies of ours, in order."""
-    places = range(start, len(messages))
-    return [(place, node) for place in places if (node := finding.own(graph, messages[place], near, place))]
 
 
 def _asked(node: Node) -> list[Message]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from towline.arrays import Ids
-from towline.conversation import Message, Tool, ToolCall
+from towline.conversation import Media, Message, Tool, ToolCall
 from towline.schema import ForkReason
 from towline.tokens.codec import Encoded, Frame, Unbridgeable
+from towline.tokens.media import in_order
 from towline.tokens.parser import FORMATS, Parsed
 from towline.tokens.tokenizer import Tokenizer
 
@@ -21,11 +22,13 @@ class ElsewhereCodec:
 
     name = "elsewhere"
     short_call_ids = False
-    shown_media = frozenset(("image",))
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int] = frozenset()):
         self.tokenizer = tokenizer
         self.stop_ids = self.end_ids = stop_ids
+
+    def sees(self, message: Message, frame: Frame) -> list[Media]:
+        return [item for item in in_order(message) if item.kind == "image"]
 
     def prompt(self, messages: Sequence[Message], frame: Frame, *, prefill: bool = False) -> Encoded:
         return Encoded([])

@@ -64,13 +64,19 @@ class FamilyCodec(SentinelCodec):
     ) -> Encoded:
         renderer = self._renderer(frame.arguments)
         sentinel = super().extend
-        if renderer is None or prefill or not self._ended(sampled) or self.special_text is SpecialText.PLAIN:
+        awkward = prefill or not self._ended(sampled) or any(self._is_awkward(message, frame) for message in new)
+        if renderer is None or awkward or self.special_text is SpecialText.PLAIN:
             return sentinel(before, reply, tail, sampled, new, frame, prefill=prefill)
         self._check_fits(reply, sampled, new[0], frame)
         ids = _bridged(renderer, tail, sampled, [self.fields(message) for message in new], frame)
         if ids is None:
             return sentinel(before, reply, tail, sampled, new, frame, prefill=prefill)
         return Encoded(ids, special_text=self._count_special(new))
+
+    def _is_awkward(self, message: Message, frame: Frame) -> bool:
+        """Whether a message shows an image, or spells one: a bridge knows neither."""
+        spelled = self.pictures.spelled.search(message.text) if self.pictures is not None else None
+        return spelled is not None or bool(self.sees(message, frame))
 
     def _check_fits(self, reply: Message, sampled: Ids, first: Message, frame: Frame) -> None:
         """Raise if the turn's end opens another message than the one that follows."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from towline.conversation import Finish, Message, Request
-from towline.schema import ForkReason
+from towline.schema import POLICY, ForkReason
 from towline.tokens import fingerprint
 from towline.tokens.graph import Graph, Node
 from towline.tokens.settle import bare_id
@@ -115,14 +115,14 @@ def _has_call(node: Node, ids: set[str]) -> bool:
     return node.reply is not None and any(bare_id(call.id) in ids for call in node.reply.tool_calls)
 
 
-def own(graph: Graph, message: Message, near: Node | None, place: int = 0) -> Node | None:
-    """The turn that sampled this message: by its minted call ids, or in the same conversation by its content.
+def own(graph: Graph, message: Message, near: Node | None, place: int = 0, engine: str = POLICY) -> Node | None:
+    """The turn of the engine that sampled this message: by its minted call ids, or in the same conversation by its content.
 
     Of several with the same content, the one whose reply stood nearest to `place`.
     """
     if message.role != "assistant":
         return None
-    nodes = graph.by_reply.get(fingerprint.of(message, graph.noise))
+    nodes = graph.by_reply.get((fingerprint.of(message, graph.noise), engine))
     if not nodes:
         return None
     ids = {bare_id(call.id) for call in message.tool_calls}
@@ -133,9 +133,10 @@ def own(graph: Graph, message: Message, near: Node | None, place: int = 0) -> No
     return min(alike, key=lambda node: (abs(node.covered - place), -node.index), default=None)
 
 
-def named(graph: Graph, messages: Sequence[Message]) -> Node | None:
-    """The last turn whose reply the messages hold, told by its minted call ids."""
-    return next((node for message in reversed(messages) if (node := own(graph, message, None))), None)
+def named(graph: Graph, messages: Sequence[Message], engine: str = POLICY) -> Node | None:
+    """The last turn of the engine whose reply the messages hold, told by its minted call ids."""
+    found = (own(graph, message, None, engine=engine) for message in reversed(messages))
+    return next((node for node in found if node is not None), None)
 
 
 def replies(graph: Graph, found: Node, covered: int, messages: Sequence[Message]) -> Iterator[tuple[int, Node]]:
@@ -180,7 +181,7 @@ def noisy(found: Node, messages: Sequence[Message]) -> bool:
 
 
 def why_new(
-    graph: Graph, request: Request, key: str, hashes: Sequence[bytes]
+    graph: Graph, request: Request, key: str, hashes: Sequence[bytes], engine: str = POLICY
 ) -> tuple[Node | None, ForkReason | None, bool]:
     """Why a request continues nothing: the turn it came from, the reason, and whether that turn is a guess."""
     if not graph.nodes:
@@ -189,16 +190,24 @@ def why_new(
     for covered in range(len(messages), 0, -1):
         others = graph.after_reply.get(hashes[covered])
         if others:
-            return others[-1], ForkReason.TOOLS_CHANGED, False
+            changed = [node for node in others if node.engine == engine]
+            reason = ForkReason.TOOLS_CHANGED if changed else ForkReason.MODEL_CHANGED
+            return (changed or others)[-1], reason, False
     system = fingerprint.of(messages[0], graph.noise) if messages[0].role == "system" else b""
     parents = [n for n in graph.nodes if hints.parent_session and n.hints.session == hints.parent_session]
     same = [n for n in graph.nodes if (n.hints.session, n.hints.agent) == (hints.session, hints.agent)]
     before = (parents or same or graph.nodes)[-1]
     if not request.tools and any(node.has_tools for node in graph.nodes):
         return before, ForkReason.SIDE, True
-    if all(node.system != system for node in graph.nodes):
+    # What follows compares with turns of the same engine: those of another had other tasks, and other tools at times.
+    alike = [node for node in graph.nodes if node.engine == engine]
+    if not alike:
+        return before, ForkReason.MODEL_CHANGED, True
+    same = [node for node in same if node.engine == engine]
+    before = (parents or same or alike)[-1]
+    if all(node.system != system for node in alike):
         return before, ForkReason.SYSTEM_CHANGED, True
-    if all(node.key != key for node in graph.nodes):
+    if all(node.key != key for node in alike):
         return before, ForkReason.TOOLS_CHANGED, True
     if parents or not same:
         return before, ForkReason.UNMATCHED, not parents
@@ -208,7 +217,8 @@ def why_new(
         return before, ForkReason.COMPACTION, False
     if len(messages) <= before.covered:
         return before, ForkReason.COMPACTION, True
-    source = next((node for message in reversed(messages) if (node := own(graph, message, before))), None)
+    found = (own(graph, message, before, engine=engine) for message in reversed(messages))
+    source = next((node for node in found if node is not None), None)
     if source is not None:
         return source, ForkReason.HISTORY_EDITED, False
     return before, ForkReason.UNMATCHED, True

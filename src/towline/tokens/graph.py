@@ -19,7 +19,8 @@ import numpy as np
 from towline.arrays import Floats, Ids
 from towline.conversation import Finish, Hints, Message, Reply
 from towline.errors import FidelityError
-from towline.schema import ForkReason
+from towline.images import Placed
+from towline.schema import POLICY, ForkReason, Untrained
 from towline.tokens import fingerprint
 from towline.tokens.settle import bare_id
 
@@ -57,7 +58,7 @@ class Node:
     id: str
     index: int
     key: str
-    """The root key: tools and template arguments."""
+    """The root key: tools, template arguments and engine."""
     parent: Node | None
     suffix: Ids
     prompt_length: int
@@ -83,6 +84,11 @@ class Node:
     forced: int = 0
     flags: list[str] = field(default_factory=list)
     special_text: int = 0
+    engine: str = POLICY
+    """The engine that samples it. Ids of different engines have nothing to do with each other."""
+    untrained: Untrained | None = None
+    images: tuple[Placed, ...] = ()
+    """The images in `suffix`, counted from its beginning."""
     meta: dict[str, Any] = field(default_factory=dict)
     """What the gateway records beside the tokens: dialect, sampling, timing."""
     sampled: Ids = field(default_factory=lambda: _NO_IDS)
@@ -145,6 +151,10 @@ class Node:
     def prompt(self) -> Ids:
         return self.tokens()[: self.prompt_length]
 
+    def all_images(self) -> list[Placed]:
+        """The images of the whole prompt, counted from its beginning."""
+        return [image.moved(node.prompt_length - len(node.suffix)) for node in self.path() for image in node.images]
+
     def reply_message(self) -> Message:
         """The reply as a harness that echoes faithfully sends it back, behind the prefill it began."""
         if self.reply is None:
@@ -164,6 +174,7 @@ _SAME_CONVERSATION = (
     ForkReason.VANISHED_MESSAGE,
     ForkReason.SIBLING,
     ForkReason.PREFILL,
+    ForkReason.IMAGE_UNREPORTED,
     None,
 )
 
@@ -178,7 +189,8 @@ class Graph:
         self.by_request: dict[tuple[bytes, str], list[Node]] = {}
         self.after_reply: dict[bytes, list[Node]] = {}
         self.after_vanished: dict[bytes, list[Node]] = {}
-        self.by_reply: dict[bytes, list[Node]] = {}
+        self.by_reply: dict[tuple[bytes, str], list[Node]] = {}
+        """By fingerprint and engine."""
         self._live: list[Node] = []
         self._native: dict[str, str] = {}
 
@@ -231,7 +243,7 @@ class Graph:
         if node.reply is None or node.finish is Finish.ABORT:
             return
         reply = node.reply_fingerprint = fingerprint.of(node.reply_message(), self.noise)
-        self.by_reply.setdefault(reply, []).append(node)
+        self.by_reply.setdefault((reply, node.engine), []).append(node)
         self._native.update({bare_id(id): own for id, own in node.meta.get("native_ids", {}).items()})
         after = fingerprint.roll(node.reply_base or node.request_hash, reply)
         self.after_reply.setdefault(after, []).append(node)

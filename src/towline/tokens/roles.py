@@ -2,15 +2,19 @@
 
 Roles are relative to the session as a whole and are settled when it is built: `main` is the root that carries the task's
 instruction, else the one with most sampled tokens. Headers that a harness sends take precedence over shape. A turn that
-was never delivered, and that nothing continues, is `discarded` whatever its conversation.
+was never delivered, and that nothing continues, is `discarded` whatever its conversation. What a frozen engine was asked
+is `side`, or a sub-agent or a compaction by its headers and lineage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from towline.schema import ForkReason, TurnRole
+from towline.schema import ForkReason, TurnRole, Untrained
 from towline.tokens.graph import Graph, Node
+
+_GOES_ON = (None, ForkReason.IMAGE_UNREPORTED)
+"""Reasons of turns that simply go on, though their prompts are made anew."""
 
 
 def assign(graph: Graph, instruction: str = "") -> dict[Node, TurnRole]:
@@ -22,9 +26,11 @@ def assign(graph: Graph, instruction: str = "") -> dict[Node, TurnRole]:
     if not trees:
         return {}
     # What was rendered anew has no parent, but it went on all the same.
-    went_on = {n.parent or n.origin for n in graph.nodes if n.parent is not None or n.reason is None}
+    went_on = {n.parent or n.origin for n in graph.nodes if n.parent is not None or n.reason in _GOES_ON}
     seen = {node for nodes in trees.values() for node in nodes if node.delivered or node in went_on}
-    main = _main({root: nodes for root, nodes in trees.items() if not seen.isdisjoint(nodes)} or trees, instruction)
+    candidates = {root: nodes for root, nodes in trees.items() if not seen.isdisjoint(nodes)} or trees
+    # What another engine was asked is never what the session is about, unless nothing else was.
+    main = _main({root: nodes for root, nodes in candidates.items() if not _frozen(root)} or candidates, instruction)
     compacted = {n.origin.root for n in graph.nodes if n.reason is ForkReason.COMPACTION and n.origin is not None}
     by_root: dict[Node, TurnRole] = {}
     for root in trees:
@@ -34,6 +40,10 @@ def assign(graph: Graph, instruction: str = "") -> dict[Node, TurnRole]:
         for root, nodes in trees.items()
         for node in nodes
     }
+
+
+def _frozen(root: Node) -> bool:
+    return root.untrained is Untrained.FROZEN
 
 
 def _main(trees: dict[Node, list[Node]], instruction: str) -> Node:
@@ -75,6 +85,6 @@ def _role(root: Node, main: Node, known: dict[Node, TurnRole], compacted: bool) 
             return TurnRole.COMPACTION
         if root.has_tools or not main.has_tools:
             return known.get(root.origin.root, TurnRole.MAIN)
-    if main.has_tools and (not root.has_tools or (root.model and root.model != main.model)):
+    if _frozen(root) or (main.has_tools and (not root.has_tools or (root.model and root.model != main.model))):
         return TurnRole.SIDE
     return TurnRole.SUBAGENT

@@ -14,8 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from towline.arrays import Ids
-from towline.conversation import Message, Tool, ToolCall
+from towline.conversation import Media, Message, Tool, ToolCall
+from towline.images import Placeholder
 from towline.tokens.codec import Encoded, Frame, Unbridgeable
+from towline.tokens.tokenizer import Tokenizer
 
 STAND_IN = Tool("lookup", "Looks something up.", {"type": "object", "properties": {"s": {"type": "string"}}})
 """A tool for renders in which the tools do not matter."""
@@ -52,6 +54,10 @@ class TemplateCheck:
     """Of the history, it depends on whether there was a tool result (DeepSeek)."""
     needs_system: bool = False
     needs_tools: bool = False
+    image: str = ""
+    """What the template writes for an image, from the first special token to the last; empty if it shows none."""
+    image_roles: frozenset[str] = frozenset()
+    """In whose messages it does."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -59,6 +65,7 @@ class Checked(Protocol):
     """A codec that is being found out about."""
 
     check: TemplateCheck
+    tokenizer: Tokenizer
 
     def shown(self, messages: Sequence[Message], frame: Frame) -> str:
         """The rendered text; empty if the template refuses the messages."""
@@ -98,6 +105,7 @@ def find_out(codec: Checked) -> None:
             working.append((reply, new))
     for reply, new in working:
         _dependence(codec, reply, new)
+    _images(codec)
 
 
 def _content(codec: Checked) -> None:
@@ -125,6 +133,26 @@ def _calls(codec: Checked) -> None:
                 return
     check.string_arguments = check.short_call_ids = False
     check.problems.append("the template does not render tool calls")
+
+
+def _images(codec: Checked) -> None:
+    """What stands between two words with an image between them, in a user's message and in a tool's result."""
+    check, frame = codec.check, Frame((STAND_IN,), images={"": Placeholder(None)})
+    image = (Media("image", "", "", len(_USER)),)
+    asked = [Message("user", "x"), Message("assistant", "", None, (_CALL,))]
+    written: dict[str, str] = {}
+    check.image_roles = frozenset(("user", "tool"))
+    for messages in (
+        [Message("user", _USER + _ARGUMENT, media=image)],
+        [*asked, Message("tool", _USER + _ARGUMENT, None, (), _CALL.id, _CALL.name, image)],
+    ):
+        _, _, behind = codec.shown(messages, frame).partition(_USER)
+        between, _, rest = behind.partition(_ARGUMENT)
+        tokens = list(codec.tokenizer.added_pattern.finditer(between)) if rest else []
+        if tokens:
+            written[messages[-1].role] = between[tokens[0].start() : tokens[-1].end()]
+    check.image = written.get("user", "")
+    check.image_roles = frozenset(role for role, text in written.items() if text == check.image)
 
 
 def _turns() -> dict[str, tuple[Message, list[Message]]]:

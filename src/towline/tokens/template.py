@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from towline.arrays import Ids
-from towline.conversation import Message, Tool, ToolCall
+from towline.conversation import Media, Message, Tool, ToolCall
+from towline.images import Placeholder
 from towline.schema import ForkReason
 from towline.tokens.bounded import Bounded
 from towline.tokens.codec import Encoded, Frame, SpecialText, Unbridgeable
 from towline.tokens.jinja import ChatTemplate, TemplateError
-from towline.tokens.media import with_markers
+from towline.tokens.media import in_order, parts
 from towline.tokens.parser import FORMATS, Parsed, ParsedCall, detect
+from towline.tokens.pictures import Encoding, Pictures
 from towline.tokens.selfcheck import CALLED, STAND_IN, TemplateCheck, find_out
 from towline.tokens.settle import bare_id
 from towline.tokens.tokenizer import Tokenizer
@@ -62,8 +64,6 @@ class _Seam:
 class SentinelCodec:
     """Any Jinja template with any tokenizer."""
 
-    shown_media: frozenset[str] = frozenset()
-
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -91,17 +91,24 @@ class SentinelCodec:
         self._reasoning_fields = _reasoning_fields(template.source)
         self._seams: Bounded[tuple[Any, ...], _Seam] = Bounded(_SEAMS)
         self.check = TemplateCheck()
+        self.pictures: Pictures | None = None
+        """How the template shows images, if it does."""
         find_out(self)
+        if self.check.image:
+            self.pictures = Pictures(tokenizer, self.check.image, self.check.image_roles)
         self.short_call_ids = self.check.short_call_ids
 
     # What the template is given
 
-    def fields(self, message: Message) -> dict[str, Any]:
-        """A message as the template wants it."""
-        text = with_markers(message) if message.media else message.text
-        if self.special_text is SpecialText.PLAIN and message.role in ("user", "tool"):
-            text = self.tokenizer.added_pattern.sub(lambda match: f"{self._mark}{match.group()}{self._mark}", text)
-        content: Any = [{"type": "text", "text": text}] if self.check.part_content else text
+    def fields(self, message: Message, shown: Sequence[Media] = ()) -> dict[str, Any]:
+        """A message as the template wants it, with the images that it is to show."""
+        plain = self._stays_plain(message)
+        content: Any = [
+            {"type": "text", "text": self._marked(part, plain)} if isinstance(part, str) else {"type": part.kind}
+            for part in (parts(message, shown) if message.media else [message.text])
+        ]
+        if not shown and not self.check.part_content:
+            content = content[0]["text"]
         fields: dict[str, Any] = {"role": message.role, "content": content}
         if message.role == "assistant":
             if message.reasoning and not (self.check.one_thought and message.text and message.tool_calls):
@@ -115,6 +122,15 @@ class SentinelCodec:
         elif message.name:
             fields["name"] = message.name
         return fields
+
+    def _stays_plain(self, message: Message) -> re.Pattern[str] | None:
+        """What text of a message is never a token of its own, though it spells one."""
+        if self.special_text is SpecialText.PLAIN and message.role in ("user", "tool"):
+            return self.tokenizer.added_pattern
+        return self.pictures.spelled if self.pictures is not None else None
+
+    def _marked(self, text: str, plain: re.Pattern[str] | None) -> str:
+        return text if plain is None else plain.sub(lambda match: f"{self._mark}{match.group()}{self._mark}", text)
 
     def _call_fields(self, call: ToolCall) -> dict[str, Any]:
         arguments: Any = call.arguments
@@ -138,7 +154,24 @@ class SentinelCodec:
         calls = tuple(ToolCall(call.id, call.name, {"s": self._sentinel}) for call in reply.tool_calls)
         return Message("assistant", self._sentinel if shape.speaks else "", None, calls[: shape.calls])
 
+    # Images
+
+    def sees(self, message: Message, frame: Frame) -> list[Media]:
+        if not message.media or not frame.images or message.role not in self.check.image_roles:
+            return []
+        return [item for item in in_order(message) if self._placeholder(item, frame) is not None]
+
+    def _placeholder(self, item: Media, frame: Frame) -> Placeholder | None:
+        found = frame.images.get(item.digest) if item.kind == "image" else None
+        return found if found is not None and (self.pictures is None or self.pictures.fits(found)) else None
+
+    def _shown(self, messages: Sequence[Message], frame: Frame) -> list[tuple[Media, Placeholder]]:
+        return [(item, frame.images[item.digest]) for message in messages for item in self.sees(message, frame)]
+
     # Rendering
+
+    def _fields(self, messages: Sequence[Message], frame: Frame) -> list[dict[str, Any]]:
+        return [self.fields(message, self.sees(message, frame)) for message in messages]
 
     def _render(
         self, messages: Sequence[Message], frame: Frame, *, prefill: bool = False, reduced: bool = False
@@ -150,7 +183,7 @@ class SentinelCodec:
             last = messages[-1]
             open_message = Message("assistant", last.text + self._sentinel, last.reasoning)
             text = self.template.render(
-                [self.fields(message) for message in [*messages[:-1], open_message]],
+                self._fields([*messages[:-1], open_message], frame),
                 functions,
                 generation_prompt=False,
                 arguments=frame.arguments,
@@ -160,21 +193,22 @@ class SentinelCodec:
             if at < 0:
                 raise TemplateError("the template does not keep the text of a prefilled assistant message")
             return text[:at]
-        return self.template.render(
-            [self.fields(message) for message in messages], functions, arguments=frame.arguments, now=frame.now
-        )
+        return self.template.render(self._fields(messages, frame), functions, arguments=frame.arguments, now=frame.now)
 
     def prompt(self, messages: Sequence[Message], frame: Frame, *, prefill: bool = False) -> Encoded:
         text = self._render(messages, frame, prefill=prefill)
-        return Encoded(self._encode(text), special_text=self._count_special(messages))
+        made = self._encode(text, self._shown(messages, frame))
+        return Encoded(made.ids, special_text=self._count_special(messages), images=made.images)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, shown: Sequence[tuple[Media, Placeholder]] = ()) -> Encoding:
+        if shown and self.pictures is not None:
+            return self.pictures.encode(text, self._mark, shown)
         if self._mark not in text:
-            return self.tokenizer.encode(text)
+            return Encoding(self.tokenizer.encode(text), [])
         ids: list[int] = []
         for index, piece in enumerate(text.split(self._mark)):
             ids += self.tokenizer.encode_plain(piece) if index % 2 else self.tokenizer.encode(piece)
-        return ids
+        return Encoding(ids, [])
 
     def _count_special(self, messages: Sequence[Message]) -> int:
         pattern = self.tokenizer.added_pattern
@@ -238,7 +272,7 @@ class SentinelCodec:
         """Whether the end belongs to the assistant's message: there is one even when nothing follows."""
         try:
             text = self.template.render(
-                [self.fields(message) for message in (Message("user", "x"), self._stand_in(reply, shape))],
+                self._fields((Message("user", "x"), self._stand_in(reply, shape)), frame),
                 frame.functions,
                 generation_prompt=False,
                 arguments=frame.arguments,
@@ -261,20 +295,23 @@ class SentinelCodec:
     ) -> Encoded:
         try:
             seam = self._seam(reply, new[0], frame)
-            after = self._after(before, reply, seam.shape, new, frame, prefill=prefill)
+            # A template may number the images, from the first of the conversation on.
+            reduced = not (frame.images and any(self.sees(message, frame) for message in (*before, *new)))
+            after = self._after(before, reply, seam.shape, new, frame, prefill=prefill, reduced=reduced)
+            expected = seam.closing + seam.end
+            if not after.startswith(expected):
+                raise TemplateError("the template closes this message in another way")
+            made = self._encode(after[len(seam.closing) :], self._shown(new, frame))
         except TemplateError as error:
             raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, str(error)) from error
-        expected = seam.closing + seam.end
-        if not after.startswith(expected):
-            raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, "the template closes this message in another way")
-        ids = self._encode(after[len(seam.closing) :])
+        ids = made.ids
         if not ids or ids[0] != seam.end_id:
             raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, f"{seam.end!r} does not encode to a token of its own")
         special = self._count_special(new)
         if not self._ended(sampled):
-            return Encoded(ids, forced=1, special_text=special)
+            return Encoded(ids, forced=1, special_text=special, images=made.images)
         self._check_end(seam, sampled)
-        return Encoded(ids[1:], special_text=special)
+        return Encoded(ids[1:], special_text=special, images=[image.moved(-1) for image in made.images])
 
     def _ended(self, sampled: Ids) -> bool:
         return len(sampled) > 0 and int(sampled[-1]) in self.stop_ids

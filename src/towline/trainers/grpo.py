@@ -7,8 +7,9 @@ engine has at the moment; each token says which. Groups older than `max_stalenes
 `synchronous` nothing is under way while it learns, and every token is of the newest version.
 
 Order, so that a kill at any moment loses nothing and uses nothing twice: the results of an update are in the checkpoint
-before they are acknowledged; after a restart they are acknowledged again and passed over if they come again. Task names
-are counted in the checkpoint, so submitting them again is the same tasks.
+before they are acknowledged; after a restart they are acknowledged again and passed over if they come again, and what
+was leased for an update that never came to its checkpoint comes again at once. Groups that are too old are in the
+checkpoint as well: dropping one is using it. Task names are counted there, so submitting them again is the same tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from towline.client import Client
-from towline.schema import Reward, Task, Trajectory, Unit
+from towline.crashpoints import crash_point
+from towline.schema import Reward, Stale, Task, Trajectory, Unit
 from towline.trainers.learner import Learner, Update
 
 
@@ -60,6 +62,8 @@ class Step:
     """Sessions that the run has used so far."""
     dropped: int
     """Groups that were too old, so far."""
+    used: list[str]
+    """Ids of the results that this update is done with."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -69,7 +73,16 @@ class Step:
             "pushed": self.pushed,
             "sessions_used": self.sessions,
             "dropped_groups": self.dropped,
+            "used": self.used,
         }
+
+    def line(self) -> str:
+        """What a progress bar shows."""
+        update = self.update
+        return (
+            f"reward {update.mean_reward:.2f}  entropy {update.entropy:.3f}  stale {update.staleness:.1f}  "
+            f"max |Δlogp| {update.worst_logprob:.0e}  {self.sessions:,} sessions"
+        )
 
 
 @dataclass
@@ -102,6 +115,7 @@ class Grpo:
             self._used = set(extra["used"])
             if self._used:
                 self.client.ack(self.settings.run, sorted(self._used))
+        self.client.release(self.settings.run)
         self._push()
 
     def step(self) -> Step:
@@ -111,7 +125,7 @@ class Grpo:
         groups, used = self._collect()
         came = time.perf_counter()
         update = self.learner.update(self._shuffled(groups) if self.settings.permute else groups)
-        self.consumed += len(used)
+        self.consumed += len(groups)
         self.sessions += sum(len(group) for group in groups.values())
         self._used = set(used)
         self.learner.checkpoint(
@@ -125,10 +139,13 @@ class Grpo:
             },
         )
         learned = time.perf_counter()
+        crash_point("trainer.before_ack")
         self.client.ack(self.settings.run, used)
+        crash_point("trainer.before_push")
         self._push()
+        crash_point("trainer.after_push")
         pushed = time.perf_counter()
-        step = Step(update, came - began, learned - came, pushed - learned, self.sessions, self.dropped)
+        step = Step(update, came - began, learned - came, pushed - learned, self.sessions, self.dropped, used)
         if self.told is not None:
             self.told(step)
         return step
@@ -149,22 +166,21 @@ class Grpo:
         return task.model_copy(update={"task_id": task_id})
 
     def _collect(self) -> tuple[dict[str, list[Trajectory]], list[str]]:
-        """Enough groups for an update, by task, and the ids of the results that they came in."""
+        """Enough groups for an update, by task, and the ids of all results that are done with: those, and old ones."""
         settings = self.settings
         groups: dict[str, list[Trajectory]] = {}
         used: list[str] = []
-        while len(used) < settings.groups:
+        while len(groups) < settings.groups:
             stream = self.client.results(
                 settings.run,
                 Unit.GROUP,
-                limit=settings.groups - len(used),
+                limit=settings.groups - len(groups),
                 idle=5.0,
                 lease=settings.lease,
                 max_staleness=settings.max_staleness,
+                stale=Stale.FLAG,
             )
             for delivered in stream:
-                if delivered.dropped:
-                    self.dropped += delivered.dropped
                 if delivered.result_id in self._used or delivered.result_id in used:
                     # From before a crash: learned from, and acknowledged when that was taken up.
                     continue
@@ -172,8 +188,11 @@ class Grpo:
                     # Somebody else's task, or an evaluation's.
                     self.client.ack(settings.run, [delivered.result_id])
                     continue
-                groups[delivered.task_id] = delivered.trajectories
                 used.append(delivered.result_id)
+                if any(session.stale for session in delivered.sessions):
+                    self.dropped += 1
+                    continue
+                groups[delivered.task_id] = delivered.trajectories
             self._submit()
         return groups, used
 
@@ -203,15 +222,18 @@ def permuted(group: Sequence[Trajectory], chance: np.random.Generator) -> list[T
     return dealt
 
 
-def success(client: Client, tasks: Sequence[Task], name: str, *, patience: float | None = None) -> float:
-    """Mean reward of the tasks' sessions under the weights as they are now; failures of the machinery do not count.
+def play(client: Client, tasks: Sequence[Task], name: str, *, patience: float | None = None) -> list[Trajectory]:
+    """The tasks' sessions under the weights as they are now.
 
     The tasks are submitted under `name`, so asking again, after a crash say, gives what is already known of them. They are
     waited for, not leased: no consumer is the worse for it.
     """
     accepted = client.submit([Grpo._named(task, f"{name}/{n:04d}") for n, task in enumerate(tasks)])
     ended = [client.wait(one.task_id, patience) for one in accepted]
-    sessions = [session.session_id for status in ended for session in status.sessions]
-    rewards = [one.reward.score for one in client.trajectories(sessions) if one.reward is not None]
-    scored = [reward for reward in rewards if reward is not None]
-    return sum(scored) / len(scored) if scored else 0.0
+    return client.trajectories([session.session_id for status in ended for session in status.sessions])
+
+
+def mean_reward(trajectories: Sequence[Trajectory]) -> float:
+    """Over the sessions that have a score; failures of the machinery do not count."""
+    scores = [one.reward.score for one in trajectories if one.reward is not None and one.reward.score is not None]
+    return sum(scores) / len(scores) if scores else 0.0

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from towline.crashpoints import crash_point
 from towline.engines.embedded import Decoder, load, save
 from towline.schema import Trajectory
 from towline.trainers.advantages import Scale, group_advantages
@@ -52,6 +53,8 @@ class Update:
     rows: int = 0
     row_tokens: int = 0
     trained_tokens: int = 0
+    padded_tokens: int = 0
+    """Entries of the padded batches: what goes through the model, once to compare and once to learn."""
     mean_reward: float = 0.0
     unscored: int = 0
     small_groups: int = 0
@@ -112,6 +115,7 @@ class Learner:
         before = [
             self._measured(list(batches(part, self.settings.batch_tokens, per=self.settings.per))) for part in parts
         ]
+        report.padded_tokens = sum(batch.inputs.numel() for part in before for batch, _, _ in part)
         _compare([pair for part in before for pair in part], self.version, report)
         for part in before:
             self.optimiser.zero_grad(set_to_none=True)
@@ -128,6 +132,7 @@ class Learner:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_norm)
             report.gradient = max(report.gradient, float(norm))
             self.optimiser.step()
+            crash_point("trainer.learning")
 
     def _parts(self, rows: Sequence[Row]) -> list[list[Row]]:
         """The rows in as many parts as there are optimiser steps; a session's rows stay together."""
@@ -171,6 +176,7 @@ class Learner:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
+        crash_point("trainer.in_checkpoint")
         draft.replace(folder / _STATE)
         handle = os.open(folder, os.O_RDONLY)
         try:

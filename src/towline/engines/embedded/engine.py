@@ -28,8 +28,8 @@ from towline.engines.embedded.model import Decoder, load
 from towline.engines.embedded.runner import Runner, Weights
 from towline.engines.embedded.sampler import Sampler
 from towline.engines.embedded.scheduler import Scheduler
-from towline.engines.embedded.stops import StopStrings
 from towline.engines.embedded.turn import Turn
+from towline.engines.stops import StopStrings
 from towline.errors import ConfigError, EngineError
 
 T = TypeVar("T")
@@ -87,6 +87,7 @@ class EmbeddedEngine:
             "hidden_size": str(config.hidden_size),
             "max_batch": str(self._max_batch),
             "max_cached_tokens": str(self._slots),
+            "prefix_caching": "on",
             "torch": torch.__version__,
         }
         return EngineInfo("embedded", Capture.TOKENS, self._context, config.vocab_size, details)

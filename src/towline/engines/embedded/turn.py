@@ -15,7 +15,7 @@ import numpy as np
 from towline.conversation import Finish
 from towline.engines.base import Ids, Sample
 from towline.engines.embedded.cache import Lease
-from towline.engines.embedded.stops import StopStrings
+from towline.engines.stops import StopStrings
 from towline.errors import EngineError
 
 TRUNCATED = "truncated_sampling"

@@ -1,19 +1,18 @@
-"""The demo: a real agent program against a real model, and a proof of what was recorded.
+"""The demo's first part: one session, shown, and a proof of what was recorded.
 
-It makes the tiny model if it is not there, serves it with the embedded engine, runs the example agent as a process of its
-own, shows the trajectory, and recomputes every recorded logprob with one forward pass over the exported rows.
+It serves the tiny model with the embedded engine, runs the example agent as a process of its own, shows the trajectory,
+and recomputes every recorded logprob with one forward pass over the exported rows.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from towline import tiny, view
+from towline import view
 from towline.config import GatewaySettings, SamplingSettings, SessionSettings
+from towline.demo.agent import AGENT
 from towline.errors import ConfigError, EngineError
 from towline.gateway.gateway import Gateway
 from towline.gateway.server import serving
@@ -38,38 +37,19 @@ if TYPE_CHECKING:
 
 BOUND = 1e-4
 """Largest difference of a recorded logprob from that of one forward pass, in float32."""
-AGENT = Path(__file__).parents[2] / "examples" / "first_agent" / "agent.py"
 LONGEST_TURN = 64
 """Tokens; a call takes 16 and an answer 2."""
 AGENT_SECONDS = 300.0
 """When the agent is given up on."""
 
 
-async def run(
-    console: Console,
-    *,
-    folder: Path,
-    questions: int = 4,
-    seed: int = 0,
-    as_json: bool = False,
-    model: Path | None = None,
-) -> int:
-    """Run it all and write the trajectory to `folder`; 0 if nothing is off.
-
-    `model` is where the tiny model is or is to be made, by default the user's cache.
-    """
-    if not AGENT.is_file():
-        raise ConfigError(
-            f"the demo runs examples/first_agent/agent.py of the source tree, and {AGENT} is not there: "
-            "clone the repository and run `make demo` in it"
-        )
-    with _progress(console) as report:
-        served = await asyncio.to_thread(tiny.create, model or tiny.default_folder(), progress=report)
-    codec = load_codec(served, renderer="sentinel")
+async def show(console: Console, *, model: Path, folder: Path, questions: int, seed: int) -> dict[str, Any]:
+    """Run one session and write its trajectory to `folder`; what was found, with `problems` that should not be."""
+    codec = load_codec(model, renderer="sentinel")
     instance = registry.draw(Random(f"demo {seed}"), questions=questions)
-    code, said, trajectory = await _rollout(served, codec, instance, seed)
-    worst = await asyncio.to_thread(recompute, served, trajectory)
-    await asyncio.to_thread(_write, folder, served, trajectory)
+    code, said, trajectory = await _rollout(model, codec, instance, seed)
+    worst = await asyncio.to_thread(recompute, model, [trajectory])
+    await asyncio.to_thread(_write, folder, model, trajectory)
 
     console.rule("the agent, an ordinary program")
     console.print(Text(view.visible(said.rstrip(), lines=True).replace("↵\n", "\n")))
@@ -79,19 +59,15 @@ async def run(
     problems = _problems(code, worst, trajectory)
     right = sum(score.success for score in registry.grade(instance, trajectory.turns))
     _conclude(console, folder, trajectory, worst, right, questions, problems)
-    if as_json:
-        result = {
-            "ok": not problems,
-            "problems": problems,
-            "exit_code": code,
-            "questions": questions,
-            "right": right,
-            "max_abs_dlogp": worst,
-            "report": trajectory.report.model_dump(mode="json"),
-            "trajectory": str(folder / "trajectory.arrow"),
-        }
-        print(json.dumps(result))
-    return 1 if problems else 0
+    return {
+        "problems": problems,
+        "exit_code": code,
+        "questions": questions,
+        "right": right,
+        "max_abs_dlogp": worst,
+        "report": trajectory.report.model_dump(mode="json"),
+        "trajectory": str(folder / "trajectory.arrow"),
+    }
 
 
 async def _rollout(
@@ -151,7 +127,7 @@ async def _agent(arguments: Sequence[str], session: dict[str, Any]) -> tuple[int
     return process.returncode or 0, output.decode("utf-8", "replace")
 
 
-def recompute(model: Path, trajectory: Trajectory) -> float:
+def recompute(model: Path, trajectories: Sequence[Trajectory]) -> float:
     """The largest difference between a recorded logprob and that of one forward pass over its row."""
     import torch
 
@@ -159,7 +135,7 @@ def recompute(model: Path, trajectory: Trajectory) -> float:
 
     decoder = load(model)
     worst = 0.0
-    for trace in trajectory.traces:
+    for trace in (trace for trajectory in trajectories for trace in trajectory.traces):
         ids = torch.from_numpy(np.array(trace.token_ids, np.int64))
         with torch.no_grad():
             logits = decoder(ids[None])[0, :-1] / (trace.temperature or 1.0)
@@ -211,27 +187,7 @@ def _conclude(
             f"about {registry.CHANCE:.0%} is what chance gives."
         ),
         *(Text(f"Off: {problem}", "bold red") for problem in problems),
-        Text(f"Written to {folder}. Next:"),
-        Text(f"  towline trace {folder / 'trajectory.arrow'}", "bold").append("   look at it again", "not bold"),
-        Text("  towline audit fidelity", "bold").append("   the whole proof, over real tokenizers", "not bold"),
+        Text(f"Written to {folder}; `towline trace {folder / 'trajectory.arrow'}` shows it again."),
     ]
     for line in lines:
         console.print(line, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _progress(console: Console) -> Iterator[tiny.Progress]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("the tiny model", total=None)
-
-        def report(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"making the tiny model, once: {what}")
-
-        yield report

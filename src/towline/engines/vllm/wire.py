@@ -1,0 +1,139 @@
+"""What goes over the wire to vLLM and back, as functions of data.
+
+Two routes take ids. `/inference/v1/generate` gives ids, logprobs by id and the spans of weight versions;
+`/v1/completions` with a list of ids gives the first two. Both are read as streams.
+
+Every field that shapes the distribution is sent, whatever its value: what is left out, a server fills in from the model's
+own generation settings, and `ignore_eos` keeps it from stopping at ids of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from towline.conversation import Finish
+from towline.engines.base import Ids, SampleRequest
+from towline.engines.remote import Flight
+from towline.errors import EngineError
+
+_FINISH = {"length": Finish.LENGTH, "abort": Finish.ABORT}
+_SEEDS = 1 << 63
+
+
+class Route(StrEnum):
+    """The way that ids go in."""
+
+    GENERATE = "/inference/v1/generate"
+    COMPLETIONS = "/v1/completions"
+
+
+def turn(route: Route, model: str, request: SampleRequest, limit: int, salt: str) -> dict[str, Any]:
+    """The body that samples a turn. `salt` names the weights, so that no key-value cache crosses them."""
+    params = {**distribution(request.temperature, request.top_p, request.top_k), "max_tokens": limit, "logprobs": 0}
+    params |= {
+        "stop_token_ids": sorted(request.stop_ids),
+        "stop": list(request.stop_strings),
+        # Stop strings are found in the text as the model's own tokenizer writes it.
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "include_stop_str_in_output": True,
+    }
+    if request.seed is not None:
+        # A turn that goes on after an abort has a longer prompt, and must not draw the same numbers again.
+        params["seed"] = (request.seed * 1_000_003 + len(request.prompt)) % _SEEDS
+    return _body(route, model, request.prompt, params, salt) | {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def one(route: Route, model: str, prompt: Ids, params: Mapping[str, Any], salt: str) -> dict[str, Any]:
+    """The body of a single token, answered at once and not as a stream."""
+    return _body(route, model, prompt, {"max_tokens": 1, **params}, salt)
+
+
+def distribution(temperature: float, top_p: float = 1.0, top_k: int = 0) -> dict[str, Any]:
+    """All that shapes what is sampled from."""
+    return {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "ignore_eos": True,
+    }
+
+
+def _body(route: Route, model: str, prompt: Ids, params: Mapping[str, Any], salt: str) -> dict[str, Any]:
+    ids = [int(id) for id in prompt]
+    if route is Route.GENERATE:
+        return {"model": model, "token_ids": ids, "sampling_params": dict(params), "cache_salt": salt}
+    wishes = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
+    return {"model": model, "prompt": ids, **params, **wishes, "cache_salt": salt}
+
+
+def read(route: Route, event: Mapping[str, Any], flight: Flight) -> int:
+    """Take one event of a stream; how many tokens it brought."""
+    usage = event.get("usage")
+    if usage:
+        flight.prompt_tokens = int(usage["prompt_tokens"])
+        flight.cached_tokens = cached(usage) or 0
+    count = 0
+    for choice in event.get("choices") or ():
+        ids = [int(id) for id in choice.get("token_ids") or ()]
+        logprobs = _logprobs(route, choice, ids)
+        flight.ids += ids
+        flight.logprobs += logprobs
+        count += len(ids)
+        if choice.get("finish_reason") is not None:
+            _end(choice, flight)
+    return count
+
+
+def _logprobs(route: Route, choice: Mapping[str, Any], ids: list[int]) -> list[float]:
+    told = choice.get("logprobs") or {}
+    if route is Route.GENERATE:
+        found = [(int(entry["token_id"]), float(entry["logprob"])) for entry in told.get("content") or ()]
+    else:
+        pairs = zip(told.get("tokens") or (), told.get("token_logprobs") or (), strict=True)
+        found = [(id_of(token), float(logprob)) for token, logprob in pairs]
+    if [id for id, _ in found] != ids:
+        raise EngineError(f"the server told the ids {ids[:8]} and logprobs of {[id for id, _ in found][:8]}")
+    return [logprob for _, logprob in found]
+
+
+def id_of(token: str) -> int:
+    """The id in `token_id:7`."""
+    return int(token.removeprefix("token_id:"))
+
+
+def _end(choice: Mapping[str, Any], flight: Flight) -> None:
+    reason, stopped = choice["finish_reason"], choice.get("stop_reason")
+    if isinstance(stopped, str):
+        flight.finish, flight.stop_string = Finish.STOP_STRING, stopped
+    else:
+        flight.finish = _FINISH.get(reason, Finish.STOP)
+    spans = choice.get("weight_versions") or ()
+    # Before the first update a server's label is a word.
+    if spans and all(str(span["version"]).isdigit() for span in spans):
+        flight.versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+
+
+def cached(usage: Mapping[str, Any]) -> int | None:
+    """How many prompt tokens came from the prefix cache; None if the server does not tell."""
+    details = usage.get("prompt_tokens_details")
+    return None if not details or details.get("cached_tokens") is None else int(details["cached_tokens"])
+
+
+def top(route: Route, answer: Mapping[str, Any]) -> dict[int, float]:
+    """The logprobs of the first position, by id, of an answer to `one`."""
+    told = answer["choices"][0].get("logprobs") or {}
+    if route is Route.GENERATE:
+        content = told.get("content") or [{}]
+        return {int(entry["token_id"]): float(entry["logprob"]) for entry in content[0].get("top_logprobs") or ()}
+    found = (told.get("top_logprobs") or [{}])[0]
+    return {id_of(token): float(logprob) for token, logprob in found.items()}

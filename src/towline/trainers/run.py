@@ -1,0 +1,79 @@
+"""A whole training run: the learning rate's fall, the measurements on held-out tasks, and the figures of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from towline.schema import Task, Trajectory
+from towline.trainers.grpo import Grpo, Step, mean_reward, play
+from towline.trainers.metrics import Metrics
+
+FLOOR = 0.1
+"""What is left of the learning rate at the end; it falls in a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Success on the held-out tasks under the weights of one step."""
+
+    step: int
+    sessions: int
+    """Sessions that had been learned from."""
+    success: float
+
+    def as_json(self) -> dict[str, float]:
+        return {"step": self.step, "sessions_used": self.sessions, "success": self.success}
+
+
+@dataclass
+class Run:
+    trainer: Grpo
+    metrics: Metrics
+    rate: float
+    """The learning rate at the start."""
+    held_out: Sequence[Task] = ()
+    measure_at: frozenset[int] = frozenset()
+    """Steps after which to measure, besides the start and the end."""
+    stepped: Callable[[Step], None] = lambda step: None
+    measured: Callable[[Measured], None] = lambda measured: None
+    measurements: list[Measured] = field(default_factory=list)
+    played: list[Trajectory] = field(default_factory=list)
+    """The sessions of the last measurement."""
+    last: Step | None = None
+
+    def run(self) -> None:
+        """All steps that are left to do."""
+        trainer = self.trainer
+        steps = trainer.settings.steps
+        trainer.start()
+        self._measure()
+        while trainer.learner.version < steps:
+            share = trainer.learner.version / steps
+            for group in trainer.learner.optimiser.param_groups:
+                group["lr"] = self.rate * max(FLOOR, 1 - share)
+            self.last = trainer.step()
+            version = trainer.learner.version
+            self.metrics.write(version, self.last.as_json())
+            self.stepped(self.last)
+            if version == steps or version in self.measure_at:
+                self._measure()
+
+    def _measure(self) -> None:
+        if not self.held_out:
+            return
+        trainer = self.trainer
+        version = trainer.learner.version
+        self.played = play(trainer.client, self.held_out, f"{trainer.settings.run}-success-v{version}")
+        value = mean_reward(self.played)
+        found = Measured(version, trainer.sessions, value)
+        self.measurements.append(found)
+        self.metrics.write(version, {"sessions_used": found.sessions, "success": value})
+        self.measured(found)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "success": [one.as_json() for one in self.measurements],
+            "last": self.last.as_json() if self.last is not None else None,
+        }

@@ -1,0 +1,166 @@
+"""slime and Miles: a rollout function that fills their `Sample`s.
+
+    --rollout-function-path            towline.trainers.slime.generate_rollout
+    --custom-reward-post-process-path  towline.trainers.slime.session_rewards
+    --custom-config-path               towline.yaml, with towline_template: task.toml (and towline_url, towline_key)
+
+Each prompt of the data source makes one task with `n_samples_per_prompt` sessions. A session gives one `Sample` a trace; all
+of them have the same `rollout_id`, by which the loss counts a session once, and `session_rewards` does so for advantages.
+A group that is not complete is dropped whole, and the next prompt takes its place: a batch has `rollout_batch_size` groups.
+
+Nothing of slime or Miles is imported but the module that their own `Sample` comes from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from towline.client import AsyncClient
+from towline.errors import ConfigError
+from towline.schema import Trajectory
+from towline.trainers.groups import Group, cut_short, reward_of, run_group
+from towline.trainers.packing import SplitRow, split_rows
+from towline.trainers.templates import TaskTemplate
+
+_DROPPED = 8
+"""Batches' worth of groups that may be dropped for one batch before something is plainly broken."""
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """One batch of groups, with figures. The signature is slime's."""
+    if evaluation:
+        raise ConfigError(
+            "this rollout function does not evaluate: use `towline eval`, or another --eval-function-path"
+        )
+    batch = asyncio.run(_collect(args, data_source))
+    package = type(batch.groups[0][0][0]).__module__.split(".")[0]
+    types = importlib.import_module(f"{package}.rollout.base_types")
+    return types.RolloutFnTrainOutput(samples=shaped(batch.groups), metrics=batch.metrics())
+
+
+@dataclass(slots=True)
+class Batch:
+    groups: list[list[list[Any]]] = field(default_factory=list)
+    """Groups of sessions of samples."""
+    sessions: int = 0
+    traces: int = 0
+    left: int = 0
+    """Sessions that left their group."""
+    dropped: int = 0
+    """Groups that were not complete."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "towline/sessions": self.sessions,
+            "towline/traces": self.traces,
+            "towline/left_sessions": self.left,
+            "towline/dropped_groups": self.dropped,
+        }
+
+
+async def _collect(args: Any, data_source: Any) -> Batch:
+    template = TaskTemplate.read(_setting(args, "towline_template"))
+    batch = Batch()
+    async with AsyncClient(getattr(args, "towline_url", None), getattr(args, "towline_key", None)) as client:
+        while missing := args.rollout_batch_size - len(batch.groups):
+            asked = data_source.get_samples(missing)
+            found = await asyncio.gather(*(_run(client, template, args, samples) for samples in asked))
+            for samples, group in zip(asked, found, strict=True):
+                batch.left += len(group.left)
+                if not group.complete:
+                    batch.dropped += 1
+                    continue
+                batch.groups.append(sample_group(samples, group.sessions))
+                batch.sessions += len(group.sessions)
+                batch.traces += sum(len(split_rows(session)) for session in group.sessions)
+            if batch.dropped > _DROPPED * args.rollout_batch_size:
+                why = next((reason for group in found for reason in group.left.values()), "no session was scored")
+                raise ConfigError(f"{batch.dropped} groups were dropped in one batch; the last one because: {why}")
+    return batch
+
+
+async def _run(client: AsyncClient, template: TaskTemplate, args: Any, samples: Sequence[Any]) -> Group:
+    first = samples[0]
+    row = {**(first.metadata or {}), "prompt": first.prompt, "label": first.label}
+    task = template.task(row, prompt=first.prompt, name="slime", samples=len(samples))
+    sampling = {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "max_tokens": args.rollout_max_response_len,
+    }
+    settings = task.settings | {"sampling": sampling | task.settings.get("sampling", {})}
+    return await run_group(client, task.model_copy(update={"settings": settings}))
+
+
+def sample_group(samples: Sequence[Any], sessions: Sequence[Trajectory]) -> list[list[Any]]:
+    """The samples of each session of a group, made from those that the data source gave."""
+    # A group that is complete by `min_samples` has fewer sessions than were asked for.
+    paired = zip(samples, sessions, strict=False)
+    return [[_filled(sample, row) for row in split_rows(session)] for sample, session in paired]
+
+
+def shaped(groups: list[list[list[Any]]]) -> list[list[Any]]:
+    """As slime takes them: lists of samples, or of lists where one session may give several; all groups alike."""
+    if any(len(session) > 1 for group in groups for session in group):
+        return [list(group) for group in groups]
+    return [[sample for (sample,) in group] for group in groups]
+
+
+def _filled(given: Any, row: SplitRow) -> Any:
+    sample = copy.copy(given)
+    status = type(given).Status
+    sample.rollout_id = given.index
+    sample.tokens = row.token_ids
+    sample.response_length = len(row.response_ids)
+    sample.loss_mask = row.response_mask
+    sample.rollout_log_probs = row.response_logprobs
+    sample.weight_versions = _versions(row)
+    sample.reward = reward_of(row.trajectory)
+    short = cut_short(row.trajectory) or row.trace.truncated
+    sample.status = status.TRUNCATED if short else status.COMPLETED
+    sample.response = str(row.trajectory.turns[-1].reply.get("text") or "")
+    sample.metadata = {
+        **(given.metadata or {}),
+        "session_id": row.session_id,
+        "trace_id": row.trace.trace_id,
+        "role": row.trace.role.value,
+        "end_reason": row.trajectory.end_reason,
+    }
+    return sample
+
+
+def _versions(row: SplitRow) -> list[str]:
+    """The policy versions of the trained tokens, in order, each stretch of one version once."""
+    trained = row.trace.policy_versions[row.trace.loss_mask == 1].tolist()
+    return [str(trained[0]), *(str(after) for before, after in pairwise(trained) if after != before)]
+
+
+def session_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Raw and centred rewards, one for each sample, where every session of a group counts once. The signature is slime's."""
+    groups: dict[Any, dict[Any, float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_index, {})[sample.rollout_id] = float(sample.reward)
+    means = {name: sum(group.values()) / len(group) for name, group in groups.items()}
+    spread = {name: 1.0 for name in groups}
+    if getattr(args, "grpo_std_normalization", True):
+        for name, group in groups.items():
+            variance = sum((value - means[name]) ** 2 for value in group.values()) / len(group)
+            spread[name] = variance**0.5 or 1.0
+    raw = [float(sample.reward) for sample in samples]
+    return raw, [
+        (value - means[sample.group_index]) / spread[sample.group_index]
+        for value, sample in zip(raw, samples, strict=True)
+    ]
+
+
+def _setting(args: Any, name: str) -> str:
+    value = getattr(args, name, None)
+    if not value:
+        raise ConfigError(f"{name} is missing: set it in the file that --custom-config-path names")
+    return str(value)

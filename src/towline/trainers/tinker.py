@@ -1,0 +1,55 @@
+"""Tinker, and servers that speak its API: trajectories as `Datum`s for `forward_backward(…, "importance_sampling")`.
+
+A datum is one trace: position j of its inputs predicts token j + 1, so inputs are the tokens without the last, and targets,
+logprobs and advantages those without the first. Every trace of a session is one; where nothing is trained the advantage is
+0, and with it the gradient. The loss is a sum over tokens, so a session with several traces counts by its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from towline.schema import Trajectory
+from towline.trainers.advantages import Advantages, Scale, group_advantages
+from towline.trainers.packing import SplitRow, check_temperature, split_rows, token_advantages
+
+if TYPE_CHECKING:
+    from tinker import Datum
+
+TEMPERATURE = 1.0
+"""What Tinker computes logprobs at."""
+
+
+def datums(
+    groups: Mapping[str, Sequence[Trajectory]], *, scale: Scale = "std", turn_weight: float = 1.0
+) -> tuple[list[Datum], Advantages]:
+    """The datums of every session that has an advantage, and the advantages, which also count who has none."""
+    advantages = group_advantages(groups, scale=scale, turn_weight=turn_weight)
+    made = []
+    for group in groups.values():
+        for trajectory in group:
+            for row in split_rows(trajectory):
+                values = token_advantages(row, advantages)
+                if values is not None:
+                    made.append(datum(row, values))
+    return made, advantages
+
+
+def datum(row: SplitRow, advantages: npt.NDArray[np.float32]) -> Datum:
+    """One trace, with an advantage for each of its tokens."""
+    from tinker import Datum, ModelInput
+
+    check_temperature(row, TEMPERATURE)
+    tokens = row.token_ids
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": np.array(tokens[1:], np.int64),
+            "logprobs": row.trace.logprobs[1:].astype(np.float32),
+            "advantages": advantages[1:].astype(np.float32),
+        },
+    )

@@ -1,0 +1,181 @@
+"""`AsyncGRPOTrainer(rollout_worker=)`: a thread that keeps tasks under way and hands over their sessions as rows.
+
+Every trace of a session is a row with the session's advantage, computed here over the sessions of the group. A row's
+`model_version` is the oldest version among its trained tokens, in TRL's counting, so TRL's `max_staleness` drops what is
+truly that old. Groups that carry no gradient (dropped whole, too small, equal rewards) and sessions without a score are not
+handed over; the trainer's log has them as `towline/…_total`.
+
+A result is acknowledged when its rows are in the buffer. TRL keeps no record of what it took from there, so a trainer that
+is killed loses what lay in the buffer, and a run that is started again begins its tasks anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from towline.client import Client, ClientError, Delivered
+from towline.errors import TowlineError
+from towline.schema import Start, Task, Unit
+from towline.trainers.advantages import Scale, group_advantages
+from towline.trainers.packing import SplitRow, split_rows
+from towline.trainers.trl.weights import TowlineWeights
+
+if TYPE_CHECKING:
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+_POLL = 1.0
+"""Seconds that the thread waits for anything before it looks whether it is to stop."""
+_STOP = 30.0
+
+
+class WorkerError(TowlineError):
+    """The worker broke, or hangs."""
+
+
+class TowlineWorker:
+    """A `rollout_worker`; its `weights` is the `weight_transfer` that goes with it.
+
+    `tasks` gives the n-th task of the run, without end; its `num_samples` is the size of the group. `ahead` groups are under
+    way at any time. `model` is the folder that the trainer's model was loaded from, `weights` a folder that the service sees
+    too. At most `buffered` rows wait for the trainer.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tasks: Callable[[int], Task],
+        *,
+        model: Path,
+        weights: Path,
+        ahead: int = 8,
+        buffered: int = 1024,
+        scale: Scale = "std",
+        lease: float = 600.0,
+        run: str | None = None,
+    ):
+        self.client = client
+        self.tasks = tasks
+        self.weights = TowlineWeights(client, weights, model)
+        self.ahead = ahead
+        self.scale: Scale = scale
+        self.lease = lease
+        self.run = run or f"trl-{uuid.uuid4().hex[:12]}"
+        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(buffered)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self._under_way: dict[str, int] = {}
+        """The number of every task that is not back yet, by id."""
+        self._submitted = 0
+        self._offset = 0
+        """How far the service's versions are ahead of the trainer's."""
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._alive_at = time.monotonic()
+
+    # What the trainer calls
+
+    def start(self) -> None:
+        self._alive_at = time.monotonic()
+        # A consumer of its own that begins here: results of earlier runs are not for it.
+        self.client.lease(self.run, Unit.GROUP, max=1, wait=0.0, start=Start.NOW)
+        self._thread = threading.Thread(target=self._work, name="towline-rollouts", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and the sessions that nobody waits for any more."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(_STOP)
+        for task_id in self._under_way:
+            with contextlib.suppress(ClientError):
+                self.client.cancel(task_id)
+
+    def update_model_version(self, model_version: int) -> None:
+        """The weights that were just sent are the trainer's `model_version`, whatever the service counts them as."""
+        self._offset = self.client.policy().version - model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        if self._error is not None:
+            raise WorkerError(f"the rollout worker broke: {self._error}") from self._error
+        silent = time.monotonic() - self._alive_at
+        if silent > stale_after_s:
+            raise WorkerError(f"the rollout worker has not moved for {silent:.0f} seconds: is {self.client.url} there?")
+
+    # The thread
+
+    def _work(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._alive_at = time.monotonic()
+                self._submit()
+                for delivered in self._finished():
+                    self._hand_over(delivered)
+                    self.client.ack(self.run, [delivered.result_id])
+                    self._submit()
+        except BaseException as error:
+            self._error = error
+
+    def _submit(self) -> None:
+        """Keep `ahead` groups under way; rows that wait in the buffer hold this up, so that none grow old there."""
+        numbers = range(self._submitted, self._submitted + self.ahead - len(self._under_way))
+        named = {f"{self.run}/{number:06d}": number for number in numbers}
+        if named:
+            self.client.submit([self.tasks(n).model_copy(update={"task_id": task_id}) for task_id, n in named.items()])
+            self._under_way |= named
+            self._submitted += len(named)
+
+    def _finished(self) -> Iterator[Delivered]:
+        for delivered in self.client.results(self.run, Unit.GROUP, idle=_POLL, limit=self.ahead, lease=self.lease):
+            if delivered.task_id in self._under_way:
+                yield delivered
+            else:
+                # Of another trainer: every consumer sees every result.
+                self.client.ack(self.run, [delivered.result_id])
+
+    def _hand_over(self, delivered: Delivered) -> None:
+        number = self._under_way.pop(delivered.task_id)
+        # TRL has one advantage a row: rewards of single turns have no place in it.
+        found = group_advantages({delivered.task_id: delivered.trajectories}, scale=self.scale, turn_weight=0.0)
+        spread = float(np.std(list(found.rewards.values()))) if found.rewards else 0.0
+        for trajectory in delivered.trajectories:
+            advantage = found.sessions.get(trajectory.session_id)
+            if advantage is not None:
+                figures = {"reward": found.rewards[trajectory.session_id], "reward_std": spread}
+                for row in split_rows(trajectory):
+                    self._put(self._sample(row, advantage, number, figures))
+        counted = {"unscored_sessions": found.unscored, "small_groups": found.small, "equal_groups": found.equal}
+        self.metrics_queue.put({f"towline/{name}_total": float(count) for name, count in counted.items()})
+
+    def _put(self, sample: RolloutSample) -> None:
+        while not self._stopping.is_set():
+            self._alive_at = time.monotonic()
+            with contextlib.suppress(queue.Full):
+                self.rollout_buffer.put(sample, timeout=_POLL)
+                return
+
+    def _sample(self, row: SplitRow, advantage: float, number: int, metrics: dict[str, float]) -> RolloutSample:
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        trace, last = row.trace, row.trajectory.turns[-1]
+        assert trace.lowest_version is not None
+        return RolloutSample(
+            prompt=[{"role": "user", "content": self.tasks(number).instruction}],
+            completion=[{"role": "assistant", "content": str(last.reply.get("text", ""))}],
+            input_ids=trace.token_ids.astype(np.int64),
+            completion_mask=trace.loss_mask.astype(np.int64),
+            old_log_probs=trace.logprobs.astype(np.float32),
+            advantage=advantage,
+            model_version=trace.lowest_version - self._offset,
+            group_id=number,
+            metrics=metrics,
+            enqueued_at=time.time(),
+        )

@@ -1,0 +1,36 @@
+"""A real service for the adapters' tests: a tiny model, the example agent in sandboxes, real sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from adapted import Service, group_task
+
+from towline import tiny
+from towline.client import Client
+from towline.schema import Trajectory
+from towline.trainers.service import own_service
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
+
+
+@pytest.fixture(scope="session")
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with own_service(model, tmp_path_factory.mktemp("service"), ["--concurrency", "4"]) as url, Client(url) as client:
+        yield Service(model, client)
+
+
+@pytest.fixture(scope="session")
+def sessions(service: Service) -> list[Trajectory]:
+    """Two groups of three sessions each, scored."""
+    client = service.client
+    accepted = client.submit([group_task(number, f"sessions/{number}", samples=3) for number in range(2)])
+    ended = [client.wait(one.task_id, 300) for one in accepted]
+    found = client.trajectories([one.session_id for status in ended for one in status.sessions])
+    assert len(found) == 6
+    return found
