@@ -10,9 +10,10 @@ MAKEFLAGS += --no-print-directory
 BIN := .venv/bin
 READY := .venv/.ready
 PYTEST_ARGS ?=
+ARGS ?=
 RUFF_PATHS := $(wildcard src tests bench examples)
 
-.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-trainers lint format bench audit lock clean
+.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses vllm test-engines test-training test-trainers lint format bench audit lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,8 +36,8 @@ test-system:
 assets: setup ## Fetch the real tokenizers and chat templates that tests, demo and audit use
 	@$(BIN)/python -m towline.assets fetch
 
-demo: assets ## Run the example agent against the embedded engine and show what was recorded
-	$(BIN)/towline demo
+demo: setup system ## Show one session and prove its record, then train a tiny model by GRPO (ARGS="--seed 2", "--control")
+	$(BIN)/towline demo $(ARGS)
 
 # Without scripts: an SDK's install step has no business here. The lock file names no registry.
 NODE_READY := tests/e2e/node/node_modules/.package-lock.json
@@ -58,12 +59,23 @@ test: assets node test-system pi ## Run all tests but those of the larger harnes
 test-harnesses: assets system harnesses ## Run the real Codex, Claude Code, Qwen Code, Gemini CLI, OpenCode, OpenClaw, Hermes, …
 	$(BIN)/python -m pytest tests/e2e/harnesses $(PYTEST_ARGS)
 
+test-training: setup system ## Train the tiny model for some minutes: it learns, and with shuffled rewards it does not
+	$(BIN)/python -m pytest tests/e2e/training $(PYTEST_ARGS)
+
 # Each in an environment of its own, .venv-NAME: see requirements/trainers.sh.
-test-trainers: setup system ## Run the adapters' tests with the real TRL, Tinker and verl
-	@bash requirements/trainers.sh trl verl
+test-trainers: setup system ## Run the adapters' tests with the real TRL, Tinker, verl, NeMo Gym and verifiers
+	@bash requirements/trainers.sh trl verl nemo-gym verifiers
 	.venv-trl/bin/python -m pytest tests/adapters/test_trl_rollouts.py tests/adapters/test_trl_worker.py \
 		tests/adapters/test_tinker.py $(PYTEST_ARGS)
 	.venv-verl/bin/python -m pytest tests/adapters/test_verl.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/adapters/test_nemo_gym.py tests/adapters/test_verifiers.py $(PYTEST_ARGS)
+
+vllm: setup
+	@bash requirements/vllm.sh
+
+test-engines: assets system vllm pi ## Run the real vLLM for CPUs (3.5 GB): exactness, harnesses, weight updates, a dead replica
+	@$(BIN)/towline harness install codex
+	TOWLINE_VLLM="$$(bash requirements/vllm.sh path)" $(BIN)/python -m pytest tests/e2e/engines $(PYTEST_ARGS)
 
 lint: setup ## Check style, formatting and types
 	$(BIN)/ruff check $(RUFF_PATHS)

@@ -40,6 +40,8 @@ class Placed:
     start: int
     length: int
     key: str = ""
+    written: tuple[int, ...] = ()
+    """What the template itself writes here, for engines that take a prompt and expand it themselves."""
     reported: bool = True
     """Its tokens are those that the model sees. Otherwise the engine puts its own in their place."""
 

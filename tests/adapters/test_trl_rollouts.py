@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from towline.client import WaitTimeout
 from towline.errors import ConfigError
-from towline.schema import Task
+from towline.schema import Task, TaskState
 from towline.trainers.trl import TowlineRollouts, session_reward
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -161,6 +162,15 @@ def test_a_session_that_nobody_could_score_is_masked_and_counted_not_a_zero(serv
     assert line["reward"] is None
     after = trainer.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_whoever_stops_waiting_ends_the_sessions(service: Service, rollouts: TowlineRollouts, tmp_path: Path) -> None:
+    trainer = trainer_of(service, rollouts, tmp_path / "out")
+    rollouts.within = 0.0
+    with pytest.raises(WaitTimeout):
+        rollouts(["1", "2"], trainer)
+    own = [task.state for task in service.client.tasks() if task.task_id.startswith(rollouts.run)]
+    assert own == [TaskState.CANCELLED] * 2
 
 
 def test_sessions_of_another_temperature_are_refused(

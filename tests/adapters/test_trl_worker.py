@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from towline.schema import TaskState
 from towline.trainers.advantages import group_advantages
 from towline.trainers.packing import by_group
 from towline.trainers.trl import TowlineWorker
@@ -99,8 +100,14 @@ def test_two_steps_change_the_weights_and_the_engine_gets_them(service: Service,
     steps = [line for line in trainer.state.log_history if "reward" in line]
     assert len(steps) == 2
     assert all(line["reward"] > 0 and 0 <= line["sample/staleness_max"] <= 2 for line in steps)
+    # The first rows are all of the weights that learn from them: what TRL computes is what was recorded.
+    assert steps[0]["sample/staleness_max"] == 0
+    assert steps[0]["ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     # Nothing is left under way.
-    assert all(service.client.task(task).state in ("done", "cancelled") for task in worker._under_way)
+    own = [task for task in service.client.tasks() if task.task_id.startswith(worker.run)]
+    assert len(own) >= 4
+    assert {task.state for task in own} <= {TaskState.DONE, TaskState.CANCELLED}
 
 
 def collected(worker: TowlineWorker, count: int) -> list[RolloutSample]:
@@ -174,6 +181,16 @@ def test_groups_that_nobody_could_score_are_counted_and_never_handed_over(servic
     assert min(sample.group_id for sample in samples) >= 2
     counted = [worker.metrics_queue.get_nowait() for _ in range(worker.metrics_queue.qsize())]
     assert sum(line["towline/small_groups_total"] for line in counted) == 2
+
+
+def test_sessions_of_another_temperature_are_refused(service: Service, tmp_path: Path) -> None:
+    worker = worker_of(service, tmp_path, temperature=0.7)
+    worker.start()
+    try:
+        with pytest.raises(WorkerError, match=r"sampled at temperature 1 .* at 0\.7"):
+            collected(worker, 1)
+    finally:
+        worker.stop()
 
 
 def test_a_worker_that_broke_says_so_when_its_health_is_asked_for(service: Service, tmp_path: Path) -> None:

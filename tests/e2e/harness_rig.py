@@ -122,12 +122,13 @@ async def bench(
     options: Mapping[str, Any] | None = None,
     instruction: str = "",
     root: str = "",
+    engine: Any = None,
 ) -> AsyncIterator[Bench]:
     """A gateway, an installed harness and a sandbox. An error in a log fails the test, as in the gateway's own tests."""
     harness = find_harness(name).configured(options or {})
     assert INSTALLS.ready(harness), f"{name} is not installed in {INSTALLS.folder}; run: towline harness install {name}"
     codec = qwen3()
-    engine = ScriptedEngine(codec, script, context=context)
+    engine = engine or ScriptedEngine(codec, script, context=context)
     gateway = Gateway(engine, codec, GatewaySettings(port=0, control_port=0, data=data / "gateway"), model=MODEL)
     mounts = [Mount(folder, target) for target, folder in harness.mounts.items()]
     if harness.install is not None:

@@ -356,6 +356,7 @@ async def test_an_update_that_cannot_be_is_refused_with_what_to_do(weights: Path
     async with started(VllmStandIn(weights / "0")) as engine:
         with pytest.raises(EngineError, match="holds no safetensors file"):
             await engine.update_weights(tmp_path, 1)
+        assert (await engine.sample(SampleRequest(PROMPT, 2))).versions.tolist() == [0, 0]
     async with started(VllmStandIn(weights / "0", deaf=True)) as engine:
         with pytest.raises(EngineError, match="does not clear its prefix cache"):
             await engine.update_weights(weights / "1", 1)

@@ -279,12 +279,11 @@ async def test_models_are_listed_and_engines_that_are_not_there_refused(
 def test_settings_name_engines_that_there_are(tmp_path: Path) -> None:
     file = tmp_path / "towline.toml"
     file.write_text(
-        '[engines.judge.engine]\nkind = "openai"\nurl = "http://127.0.0.1:1/v1"\nmodel = "m"\n'
-        '[session.models]\n"*haiku*" = "judge"\n"*" = "policy"\n'
+        '[engines.judge.engine]\nkind = "scripted"\n[session.models]\n"*haiku*" = "judge"\n"*" = "policy"\n'
     )
     settings = Settings.load(file)
     assert list(settings.session.models.items()) == [("*haiku*", "judge"), ("*", "policy")]
-    assert settings.engines["judge"].engine.kind == "openai"
+    assert settings.engines["judge"].engine.kind == "scripted"
     for text, problem in (
         ('[session.models]\na = "judge"\n', "session.models.a: there is no engine 'judge'"),
         ("[engines.policy.engine]\nmax_batch = 1\n", "engines.policy: "),

@@ -53,6 +53,13 @@ def test_a_group_that_is_not_complete_is_dropped_whole(name: str) -> None:
     assert VIEWS[name](group) == []
 
 
+@every_adapter
+def test_one_session_is_no_group(name: str) -> None:
+    group = group_of(session("a", 1.0), session("b", None), min_samples=1)
+    assert len(group.sessions) == 1
+    assert VIEWS[name](group) == []
+
+
 @pytest.mark.parametrize("view", ALL_ROWS.values(), ids=ALL_ROWS)
 def test_a_session_with_several_traces_counts_once(view: View) -> None:
     group = group_of(session("a", 1.0, subagent=True), session("b", 0.0), session("c", 0.0))

@@ -26,9 +26,8 @@ POINTS = (
     "trainer.in_checkpoint",
     "trainer.before_ack",
     "trainer.before_push",
-    "trainer.after_push",
 )
-"""Where it is killed, one after the other, in the life of one run. The last three come after a checkpoint."""
+"""Where it is killed, one after the other, in the life of one run. The last two come after a checkpoint."""
 GROUPS, SAMPLES = 2, 2
 
 
@@ -42,9 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A task whose rewards differ whatever the model says, so that there is always something to learn."""
     folder = tmp_path_factory.mktemp("tasks")
-    (folder / "judge.py").write_text(
-        "def reward(trajectory):\n    return sum(map(int, trajectory.session_id.encode()))\n"
-    )
+    judge = "import hashlib\n\n\ndef reward(trajectory):\n"
+    judge += "    return int(hashlib.md5(trajectory.session_id.encode()).hexdigest()[:8], 16) / 2**32\n"
+    (folder / "judge.py").write_text(judge)
     evaluator = {"kind": "python", "function": f"{folder / 'judge.py'}:reward"}
     made = training_task(0, AGENT, samples=SAMPLES).model_copy(update={"evaluator": evaluator})
     (folder / "task.jsonl").write_text(made.model_dump_json() + "\n")
@@ -60,7 +59,7 @@ def train(
         [sys.executable, "-m", "towline", *command, *options],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env={**os.environ, "TOWLINE_CRASH_AT": crash_at},
     )
 
@@ -75,7 +74,7 @@ def checkpoint(out: Path) -> tuple[int, dict[str, Any]]:
 
 
 def test_a_trainer_killed_at_every_point_uses_every_session_once(model: Path, task: Path, tmp_path: Path) -> None:
-    out, steps = tmp_path / "run", 5
+    out, steps = tmp_path / "run", 4
     used: dict[int, list[str]] = {}
     with own_service(model, tmp_path / "service", ["--concurrency", "4"]) as url, Client(url) as client:
         for point in POINTS:
@@ -83,7 +82,7 @@ def test_a_trainer_killed_at_every_point_uses_every_session_once(model: Path, ta
             killed = train(model, task, out, steps, "--url", url, crash_at=point)
             assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
             version, extra = checkpoint(out)
-            assert version == before + (point in POINTS[-3:]), point
+            assert version == before + (point in POINTS[-2:]), point
             used[version] = extra["used"]
         done = train(model, task, out, steps, "--url", url)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -11,13 +11,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from towline.audit import models
 from towline.audit.script import Line, write
-from towline.engines.base import EngineInfo, Floats, Ids, PauseMode, Sample, SampleRequest
-from towline.engines.embedded import EmbeddedEngine
+from towline.engines.base import Engine, EngineInfo, Floats, Ids, PauseMode, Sample, SampleRequest
 from towline.errors import EngineError
 from towline.tokens.template import SentinelCodec
 
@@ -37,10 +37,22 @@ class Call:
     versions: Ids
 
 
+class Counted(Protocol):
+    @property
+    def decoded_tokens(self) -> int: ...
+
+
+class ScoringCapable(Engine, Protocol):
+    """An engine that scores forced ids and counts what it samples."""
+
+    @property
+    def stats(self) -> Counted: ...
+
+
 class Weights:
     """The weights that an engine runs on, and their updates."""
 
-    def __init__(self, engine: EmbeddedEngine, folder: Path):
+    def __init__(self, engine: ScoringCapable, folder: Path):
         self.engine = engine
         self.folder = folder
         self._alone = asyncio.Lock()

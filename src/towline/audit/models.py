@@ -38,11 +38,11 @@ def config(vocabulary: int) -> DecoderConfig:
     )
 
 
-def make(out: Path, name: str, vocabulary: int, seed: int) -> Path:
+def make(out: Path, name: str, shape: DecoderConfig, seed: int) -> Path:
     """Create and save the weights of one vocabulary; returns their folder."""
     folder = out / f"model-{name}"
     for place, label in enumerate(_SETS):
-        save(create(config(vocabulary), seed * len(_SETS) + place), folder / label)
+        save(create(shape, seed * len(_SETS) + place), folder / label)
     note_versions(folder, 0)
     return folder
 

@@ -11,7 +11,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ import torch
 from towline.audit import evidence, models
 from towline.audit.behaviours import behaviours
 from towline.audit.casting import Part, cast
-from towline.audit.engine import Call, ScoringEngine, Weights
+from towline.audit.engine import Call, ScoringCapable, ScoringEngine, Weights
 from towline.audit.evidence import Row
 from towline.audit.judge import Found, Played
 from towline.audit.measure import measure
@@ -36,7 +36,7 @@ from towline.audit.tongues import DIALECTS, tongue
 from towline.audit.wires import InProcess, Sockets, Wire
 from towline.config import GatewaySettings
 from towline.dialects.registry import all_dialects
-from towline.engines.embedded import EmbeddedEngine
+from towline.engines.embedded import DecoderConfig, EmbeddedEngine
 from towline.errors import ConfigError
 from towline.gateway.app import ProviderApp
 from towline.gateway.gateway import Gateway
@@ -75,6 +75,10 @@ class AuditOptions:
     """Of torch."""
     concurrency: int = 8
     """Conversations at a time."""
+    shape: Callable[[int], DecoderConfig] = models.config
+    """The model for a vocabulary of some size."""
+    engine: Callable[[Path], Awaitable[ScoringCapable]] | None = None
+    """What samples, started, with the weights of an audit's folder; by default the embedded engine."""
 
 
 @dataclass(slots=True)
@@ -251,19 +255,13 @@ async def _staged(
     targets = {part.target.name: part.target for part in parts}
     tokenizer = next(iter(targets.values())).codec.tokenizer
     size = max(target.codec.tokenizer.size for target in targets.values())
-    folder = await asyncio.to_thread(models.make, options.out, vocabulary, size, options.seed)
-    engine = EmbeddedEngine(
-        models.weights(folder, 0),
-        decode=tokenizer.decode,
-        max_batch=options.concurrency * 2,
-        max_cached_tokens=_CACHE,
-        context=_CONTEXT,
-        threads=options.threads,
-        seed=options.seed,
-    )
+    folder = await asyncio.to_thread(models.make, options.out, vocabulary, options.shape(size), options.seed)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(aiohttp.ClientSession())
-        await engine.start()
+        if options.engine is not None:
+            engine = await options.engine(folder)
+        else:
+            engine = await _embedded(options, models.weights(folder, 0), tokenizer.decode)
         stack.push_async_callback(engine.close)
         weights = Weights(engine, folder)
         stages = {}
@@ -278,6 +276,20 @@ async def _staged(
         yield _Company(options, parts, stages, results)
         for stage in stages.values():
             results.calls += stage.engine.calls
+
+
+async def _embedded(options: AuditOptions, weights: Path, decode: Callable[[Sequence[int]], str]) -> ScoringCapable:
+    engine = EmbeddedEngine(
+        weights,
+        decode=decode,
+        max_batch=options.concurrency * 2,
+        max_cached_tokens=_CACHE,
+        context=_CONTEXT,
+        threads=options.threads,
+        seed=options.seed,
+    )
+    await engine.start()
+    return engine
 
 
 @asynccontextmanager

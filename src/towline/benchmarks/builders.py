@@ -30,7 +30,7 @@ from rich.table import Table
 from towline import tiny
 from towline.benchmarks import interviews
 from towline.schema import BuilderName, ContextPolicy, Task, Trajectory
-from towline.tiny.registry import Split
+from towline.tiny.registry import Split, draw
 
 PAPER = 5.39
 """How many times faster training with prefix merging was than with a row a request, in the paper's own ablation."""
@@ -71,10 +71,10 @@ class Plan:
     """What every run does alike."""
 
     questions: int = 6
-    steps: int = 12
+    steps: int = 14
     groups: int = 4
     samples: int = 8
-    held_out: int = 32
+    held_out: int = 16
     """Conversations on pairs that no training task asks for."""
     warm_up: int = tiny.STEPS
     rate: float = 1e-3
@@ -189,7 +189,7 @@ def _train(side: Side, plan: Plan, model: Path, folder: Path, told: Callable[[in
 def _task(side: Side, plan: Plan, number: int, split: Split = Split.TRAINING) -> Task:
     from towline.demo import AGENT
 
-    instance = interviews.interview(Random(f"{split} {plan.seed} {number}"), plan.questions, split)
+    instance = draw(Random(f"{split} {plan.seed} {number}"), split, plan.questions)
     samples = 1 if split is Split.HELD_OUT else plan.samples
     options = ["--drop-reasoning"] if side.drops else []
     return interviews.task_of(instance, AGENT, samples=samples, settings=side.settings, options=options)

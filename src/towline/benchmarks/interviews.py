@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from towline.schema import Task, Trajectory, Turn
-from towline.tiny.registry import Instance, Question, Split, draw, score
+from towline.tiny.registry import Instance, Question, score
 from towline.tiny.tasks import REGISTRY
-
-
-def interview(random: Random, questions: int, split: Split = Split.TRAINING) -> Instance:
-    return draw(random, split, questions)
 
 
 def task_of(
@@ -51,17 +46,16 @@ def task_of(
 
 
 def reward(trajectory: Trajectory, instance: dict[str, Any]) -> dict[str, Any]:
-    """The share of the questions that were answered right; a turn's reward is whether its question was."""
-    records, asked = instance["records"], instance["questions"]
-    questions = [Question(one["attribute"], one["item"], (one["choices"][0], one["choices"][1])) for one in asked]
-    known = Instance(records, tuple(questions))
+    """The share of the questions that were answered right; a turn's reward is whether it did its part of that."""
+    known = _from_json(instance)
     per_turn: dict[str, float] = {}
     right = 0
-    for question, turns in zip(questions, _by_question(trajectory.turns), strict=False):
+    for question, turns in zip(known.questions, _by_question(trajectory.turns), strict=False):
         found = score(known, question, [turn.reply for turn in turns])
         right += found.success
-        per_turn |= {turn.id: float(found.success) for turn in turns}
-    return {"reward": right / len(questions), "per_turn": per_turn}
+        per_turn |= {turn.id: float(found.answer) for turn in turns}
+        per_turn[turns[0].id] = float(found.tool and found.item)
+    return {"reward": right / len(known.questions), "per_turn": per_turn}
 
 
 def _by_question(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -79,3 +73,8 @@ def _by_question(turns: Sequence[Turn]) -> list[list[Turn]]:
 def _as_json(instance: Instance) -> dict[str, Any]:
     asked = [{"attribute": q.attribute, "item": q.item, "choices": list(q.choices)} for q in instance.questions]
     return {"records": {item: dict(values) for item, values in instance.records.items()}, "questions": asked}
+
+
+def _from_json(data: dict[str, Any]) -> Instance:
+    asked = [Question(one["attribute"], one["item"], tuple(one["choices"])) for one in data["questions"]]
+    return Instance(data["records"], tuple(asked))

@@ -70,7 +70,7 @@ def bench_load(as_json: common.Json = False) -> None:
 
 @bench_app.command("builders")
 def bench_builders(
-    steps: Annotated[int | None, typer.Option(help="Updates a run. Default 12.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Updates a run. Default 14.", min=1)] = None,
     questions: Annotated[
         int | None, typer.Option(help="Questions a session; two turns each. Default 6.", min=1)
     ] = None,

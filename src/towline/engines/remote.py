@@ -238,8 +238,8 @@ class RemoteEngine:
         """How many tokens the turn may have: what was asked, or what is left of the context."""
         return min(request.max_tokens, self.info.context - len(request.prompt))
 
-    async def _get(self, path: str) -> bytes:
-        async with self._asked("GET", path, None, self._patience) as response:
+    async def _get(self, path: str, *, long: bool = False) -> bytes:
+        async with self._asked("GET", path, None, self._timeout if long else self._patience) as response:
             return await response.read()
 
     async def _post(self, path: str, body: Any = None, *, long: bool = False) -> bytes:

@@ -96,13 +96,22 @@ def _digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a server computes."""
+
+    exact: bool
+    """In 32 bits."""
+    cpu: bool
+    """On a CPU, where a reload may leave the head of a tied model behind."""
+
+
 def check(
-    server: str, pushed: Pushed, before: Probe | None, after: Probe, *, last: Pushed | None, exact: bool, cpu: bool
+    server: str, pushed: Pushed, before: Probe | None, after: Probe, *, last: Pushed | None, arithmetic: Arithmetic
 ) -> Proof:
     """Raise `EngineError`, with what to do, if `after` does not come from the pushed weights; else how far that is proven.
 
-    `before` is the answer before the update, `last` the folder pushed before; `exact` says that the server computes in 32
-    bits, `cpu` that it may be one whose reload leaves the head of a tied model behind.
+    `before` is the answer before the update, `last` the folder pushed before.
     """
     if after.cached_tokens:
         raise EngineError(
@@ -111,12 +120,12 @@ def check(
     same = before is not None and np.array_equal(before.ids, after.ids)
     unchanged = same and before is not None and np.array_equal(before.logprobs, after.logprobs)
     if pushed.computable:
-        return _compare(server, pushed, after, last=last, exact=exact, unchanged=unchanged)
+        return _compare(server, pushed, after, last=last, exact=arithmetic.exact, unchanged=unchanged)
     if unchanged and (last is None or last.digest != pushed.digest):
         raise EngineError(
             f"{server} samples as before the update: it did not take the weights of {pushed.folder}; {_RESTART}"
         )
-    if pushed.tied and cpu:
+    if pushed.tied and arithmetic.cpu:
         raise EngineError(
             f"{server} runs on a CPU and the embeddings of {pushed.folder} are tied: vLLM then keeps its old head, and "
             f"whether it did cannot be checked without torch and a model of {', '.join(_FAMILIES)}. {_UNTIE}"

@@ -51,7 +51,8 @@ class Lane:
 
     async def _rendered(self, engine: Seeing, media: Sequence[Media]) -> dict[str, Placeholder | None]:
         made = dict(zip((image.digest for image in media), await engine.render_media(media), strict=True))
-        self._placeholders.update(made)
+        for digest, placeholder in made.items():
+            self._placeholders[digest] = placeholder
         return made
 
 

@@ -69,7 +69,7 @@ def turn_record(session: str, node: Node) -> bytes:
         "special_text": node.special_text,
         "engine": node.engine,
         "untrained": node.untrained,
-        "images": [[i.media.digest, i.start, i.length, i.key, i.reported] for i in node.images],
+        "images": [[i.media.digest, i.start, i.length, i.key, i.written, i.reported] for i in node.images],
         "meta": node.meta,
         "finish": node.finish,
         "reply": reply_json(node.reply) if node.reply else None,
@@ -168,12 +168,12 @@ def _message(fields: dict[str, Any]) -> Message:
 
 def _placed(fields: list[Any], new: list[Message], before: Node | None) -> Placed:
     """An image of a prompt. Its URL, which may be all of it, is in the record of the turn that it was new to."""
-    digest, start, length, key, reported = fields
+    digest, start, length, key, written, reported = fields
     while (media := next((m for message in new for m in message.media if m.digest == digest), None)) is None:
         if before is None:
             raise RecordError(f"no turn of the session holds the image {digest}")
         new, before = before.new, before.parent or before.origin
-    return Placed(media, start, length, key, reported)
+    return Placed(media, start, length, key, tuple(written), reported)
 
 
 def _reply(fields: dict[str, Any], stop_string: str | None) -> Reply:

@@ -252,6 +252,8 @@ class Trajectory(Model):
     report: FidelityReport = Field(default_factory=FidelityReport)
     tools: dict[str, list[Json]] = Field(default_factory=dict)
     """Tool declarations by `Turn.tools_key`."""
+    images: dict[str, str] = Field(default_factory=dict)
+    """Images that were sent within requests and that the model saw, as data URLs by `Image.digest`."""
     template: str = ""
     """Name or hash of the chat template."""
     engine: str = ""

@@ -24,6 +24,7 @@ from towline.schema import (
     Untrained,
 )
 from towline.tokens import builders, roles
+from towline.tokens.builders import is_inline
 from towline.tokens.graph import Graph, Node
 
 _COMPARED = 65_536
@@ -111,6 +112,7 @@ def assemble(
         trained_roles=list(trained),
         turns=[turn_of(node, by_node[node]) for node in nodes],
         traces=traces,
+        images={image.media.digest: image.media.url for node in nodes for image in node.images if is_inline(image)},
         state=state,
         end_reason=end_reason,
         error=error,

@@ -83,9 +83,14 @@ def _is_trained(node: Node, roles: Mapping[Node, TurnRole], trained: Collection[
 
 def image_of(placed: Placed, start: int = 0) -> Image:
     """What a record says of an image. One that was sent within the request is told by its digest alone."""
-    media = placed.media
-    url = "" if media.url[:5].lower() == "data:" else media.url
-    return Image(digest=media.digest, url=url, start=placed.start + start, length=placed.length, key=placed.key)
+    url = "" if is_inline(placed) else placed.media.url
+    start += placed.start
+    return Image(digest=placed.media.digest, url=url, start=start, length=placed.length, key=placed.key)
+
+
+def is_inline(placed: Placed) -> bool:
+    """Whether the image itself was sent, and not where it is."""
+    return placed.media.url[:5].lower() == "data:"
 
 
 def _before(node: Node) -> Node | None:

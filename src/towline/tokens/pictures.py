@@ -76,13 +76,15 @@ class Pictures:
         media, placeholder = item
         around = self._around(placeholder)
         if placeholder.ids is None or around is None:
-            made.images.append(Placed(media, len(made.ids), len(self._ids), placeholder.key, reported=False))
-            made.ids += self._ids.tolist()
+            whole = tuple(self._ids.tolist())
+            made.images.append(Placed(media, len(made.ids), len(whole), placeholder.key, whole, reported=False))
+            made.ids += whole
             return
-        lead, tail = around
+        lead, end = around[0], len(self._ids) - around[1]
         made.ids += self._ids[:lead].tolist()
-        made.images.append(Placed(media, len(made.ids), len(placeholder.ids), placeholder.key))
-        made.ids += [*placeholder.ids.tolist(), *self._ids[len(self._ids) - tail :].tolist()]
+        written = tuple(self._ids[lead:end].tolist())
+        made.images.append(Placed(media, len(made.ids), len(placeholder.ids), placeholder.key, written))
+        made.ids += [*placeholder.ids.tolist(), *self._ids[end:].tolist()]
 
 
 def _same(one: Ids, two: Ids) -> bool:

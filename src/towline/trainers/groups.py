@@ -2,7 +2,8 @@
 
 A session counts if it was scored and something in it is trained. One whose machinery failed, that was cancelled, or that
 nobody judged leaves the group and is never a 0; one that ran out of time is there with its finished turns. A group counts
-if enough of its sessions do, by the task's own rule (`min_samples`, else all of them), or it is dropped whole.
+if enough of its sessions do, by the task's own rule (`min_samples`, else all of them) and two at least, or it is dropped
+whole.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        return len(self.sessions) >= self.task.required_samples
+        """Enough to learn from. One session alone is not, unless whoever asked for one makes the groups."""
+        fewest = max(self.task.required_samples, min(2, self.task.num_samples))
+        return len(self.sessions) >= fewest
 
 
 def why_not(trajectory: Trajectory) -> str | None:

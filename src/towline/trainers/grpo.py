@@ -143,7 +143,6 @@ class Grpo:
         self.client.ack(self.settings.run, used)
         crash_point("trainer.before_push")
         self._push()
-        crash_point("trainer.after_push")
         pushed = time.perf_counter()
         step = Step(update, came - began, learned - came, pushed - learned, self.sessions, self.dropped, used)
         if self.told is not None:

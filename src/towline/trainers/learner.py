@@ -34,7 +34,9 @@ class LearnerSettings:
     weight_decay: float = 0.0
     max_norm: float = 1.0
     updates: int = 4
-    """Optimiser steps a batch of groups."""
+    """Optimiser steps that a batch of groups is split into."""
+    epochs: int = 1
+    """How often each session is learned from; the clipped ratio is what keeps the later ones in bounds."""
     batch_tokens: int = 8192
     """Entries of a padded batch, which is what memory is for."""
     per: str = "token"
@@ -117,13 +119,14 @@ class Learner:
         ]
         report.padded_tokens = sum(batch.inputs.numel() for part in before for batch, _, _ in part)
         _compare([pair for part in before for pair in part], self.version, report)
-        for part in before:
+        passes = before * self.settings.epochs
+        for part in passes:
             self.optimiser.zero_grad(set_to_none=True)
             for batch, was, reference in part:
                 new, entropy = token_logprobs(self.model, batch)
                 found = policy_loss(new, entropy, was, batch, self.settings.loss, reference)
                 found.loss.backward()  # type: ignore[no-untyped-call]
-                share = 1 / len(before)
+                share = 1 / len(passes)
                 report.loss += float(found.loss.detach()) * share
                 report.entropy += found.entropy * share
                 report.clipped += found.clipped * share

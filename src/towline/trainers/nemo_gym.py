@@ -86,7 +86,8 @@ class Agent:
             return self._failed(row, group)
         (session,) = group.sessions
         kept = one_row(session, self.extra_traces, self.dropped)
-        assert kept is not None, "a session that counts trains something"
+        if kept is None:
+            raise ExtraTracesError(f"session {session.session_id}: none of its traces is of the main conversation")
         return {**row, "response": response_of(kept, row[PARAMS]), "reward": reward_of(session), "towline": _told(kept)}
 
     def _failed(self, row: Row, group: Group) -> Row:

@@ -13,7 +13,7 @@ from typing import Any
 from towline.schema import Trajectory
 from towline.schema.checks import runs
 from towline.trainers.groups import cut_short, reward_of, why_not
-from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, one_row_each
+from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, by_group, grouped_rows
 
 
 def message_log(row: SplitRow) -> list[dict[str, Any]]:
@@ -49,14 +49,14 @@ def message_log(row: SplitRow) -> list[dict[str, Any]]:
 def rollout_batch(
     trajectories: Sequence[Trajectory], extra_traces: ExtraTraces = "error", dropped: Dropped | None = None
 ) -> dict[str, Any]:
-    """The columns of a rollout's final batch. Sessions that nobody may learn from are not in it.
+    """The columns of a rollout's final batch. Sessions that nobody may learn from are not in it, nor are lonely ones.
 
     `prompt_group` names the task of each row: NeMo RL computes advantages over rows, and a session has one.
     """
     import torch
 
     counted = [trajectory for trajectory in trajectories if why_not(trajectory) is None]
-    rows = one_row_each(counted, extra_traces, dropped if dropped is not None else Dropped())
+    rows = grouped_rows(by_group(counted), extra_traces, dropped if dropped is not None else Dropped())
     return {
         "message_log": [message_log(row) for row in rows],
         "length": torch.tensor([len(row.trace.token_ids) for row in rows]),

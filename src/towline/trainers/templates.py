@@ -60,7 +60,7 @@ class TaskTemplate:
 
     def task(self, row: Mapping[str, Any], *, prompt: Any, name: str, samples: int | None = None) -> Task:
         """The task that a row makes, under an id of its own that starts with `name`: the same row again is another task."""
-        own = row.get(OWN, {})
+        own = row.get(OWN) or {}
         if not isinstance(own, dict):
             raise RowError("must be an object of the fields of a task", OWN)
         made = {key: _filled(value, row) for key, value in self.fields.items() if key not in own} | own

@@ -56,7 +56,7 @@ class LlamaCppEngine(RemoteEngine):
         slots: int = 4,
         context: int | None = None,
         threads: int | None = None,
-        exact_cache: bool = False,
+        exact: bool = True,
         seed: int | None = None,
         version: int = 0,
     ):
@@ -65,7 +65,8 @@ class LlamaCppEngine(RemoteEngine):
         `decode`: ids to text, for stop strings.
         `slots`: turns at the same time; each has a cache of `context` tokens.
         `threads`: one unless told otherwise.
-        `exact_cache`: keys and values in float32 rather than float16, at twice the memory.
+        `exact`: attention in float32, without llama.cpp's fast attention, and a cache of twice the size. Logprobs are then
+        those of a forward pass over the same weights, as long as those are not quantised themselves.
         """
         super().__init__("llama.cpp")
         self._gguf = Gguf.find(model)
@@ -73,7 +74,7 @@ class LlamaCppEngine(RemoteEngine):
         self._count = slots
         self._context = min(context or CONTEXT, self._gguf.context or CONTEXT)
         self._threads = threads or 1
-        self._exact_cache = exact_cache
+        self._exact = exact
         self._seeds = np.random.default_rng(seed)
         self._version = version
         self._slots = Slots(slots)
@@ -132,7 +133,8 @@ class LlamaCppEngine(RemoteEngine):
         chosen.fit_params = chosen.ctx_shift = False
         # Slots are chosen here; what leaves them is not kept elsewhere.
         chosen.cache_ram_mib = 0
-        if self._exact_cache:
+        if self._exact:
+            chosen.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
             chosen.cache_type_k = chosen.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         chosen.warmup = False
         return xllamacpp.Server(chosen)

@@ -21,19 +21,16 @@ _NONE: Ids = np.empty(0, np.int32)
 
 class Slots:
     def __init__(self, count: int):
+        self._room = asyncio.Semaphore(count)
         self._free: deque[int] = deque(range(count))
         """The one that was left longest ago first."""
         self._held: list[Ids] = [_NONE] * count
         """What each slot's cache holds, as far as is known here."""
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.waiting = 0
 
     @property
     def running(self) -> int:
         return len(self._held) - len(self._free)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
     def keep(self, slot: int, ids: Ids) -> None:
         self._held[slot] = ids
@@ -45,38 +42,18 @@ class Slots:
     @contextlib.asynccontextmanager
     async def taken(self, prompt: Ids) -> AsyncIterator[int]:
         """A slot for one turn."""
-        await self._turn()
+        self.waiting += 1
+        try:
+            await self._room.acquire()
+        finally:
+            self.waiting -= 1
         slot = max(self._free, key=lambda one: _shared(self._held[one], prompt))
         self._free.remove(slot)
-        if self._free:
-            self._wake()
         try:
             yield slot
         finally:
             self._free.append(slot)
-            self._wake()
-
-    async def _turn(self) -> None:
-        """Return once a slot is free and nobody waits before."""
-        if self._free and not self._waiting:
-            return
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(mine)
-        try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():
-                self._wake()
-            raise
-        finally:
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(mine)
-
-    def _wake(self) -> None:
-        for one in self._waiting:
-            if not one.done():
-                one.set_result(None)
-                return
+            self._room.release()
 
 
 def _shared(held: Ids, prompt: Ids) -> int:

@@ -11,8 +11,9 @@ _WEAKEST_LAST = list(Capture)
 
 
 def combine(infos: Mapping[str, EngineInfo]) -> EngineInfo:
-    """The smallest context and the weakest capture. Replicas with different vocabularies are not of one model."""
-    sizes = {info.vocabulary for info in infos.values()}
+    """The smallest context and the weakest capture. Replicas with different vocabularies are not of one model; one that
+    cannot tell its own (0) may be."""
+    sizes = {info.vocabulary for info in infos.values() if info.vocabulary}
     if len(sizes) > 1:
         told = ", ".join(f"{name}: {info.vocabulary}" for name, info in infos.items())
         raise EngineError(f"the replicas have different vocabularies ({told}): a pool is for replicas of one model")
@@ -23,7 +24,7 @@ def combine(infos: Mapping[str, EngineInfo]) -> EngineInfo:
         name=_told(info.name for info in infos.values()),
         capture=max((info.capture for info in infos.values()), key=_WEAKEST_LAST.index),
         context=min(info.context for info in infos.values()),
-        vocabulary=sizes.pop(),
+        vocabulary=max(sizes, default=0),
         details=details,
     )
 

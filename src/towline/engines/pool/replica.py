@@ -60,6 +60,7 @@ class Replica:
     """Slots given out: turns that run here or are about to."""
     work: set[asyncio.Task[Any]] = field(default_factory=set)
     """Calls to its engine under way, turns above all."""
+    updating: bool = False
     unsure: bool = False
     """Whether an update failed on it: nobody knows which weights it has, until it takes some."""
     load: Load | None = None

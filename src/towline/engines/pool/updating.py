@@ -47,7 +47,11 @@ async def _give(members: Membership, replicas: list[Replica], weights: Weights) 
     """Give the weights to all at once; the failures."""
     assert weights.folder is not None
     calls = (replica.do(replica.engine.update_weights(weights.folder, weights.version)) for replica in replicas)
+    for replica in replicas:
+        replica.updating = True
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for replica in replicas:
+        replica.updating = False
     members.stir()
     return {r: o for r, o in zip(replicas, outcomes, strict=True) if isinstance(o, BaseException)}
 

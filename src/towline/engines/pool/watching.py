@@ -1,7 +1,7 @@
 """The watch over one replica: it leaves when it does not answer, and comes back with the current weights.
 
 While it serves, what it tells of its load sets its pace. While it does not, it is asked again and again; once it answers
-it is started anew, given the weights, paused if the pool is paused, and only then serves.
+it is given the weights, looked at anew, paused if the pool is paused, and only then serves.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from towline.errors import EngineError
 log = logging.getLogger("towline.engines")
 _DEAD = 2
 """Looks in a row without an answer before a replica that serves is held to be dead."""
+_BUSY = 60
+"""The same while it is given weights: busy with them, it may not answer."""
 _ANSWER = 10.0
 """Seconds that a look may take."""
 _SELDOM = 32
@@ -77,7 +79,7 @@ class Watch:
         replica = self.replica
         if not await self._answers():
             self._silent += 1
-            if self._silent >= _DEAD:
+            if self._silent >= (_BUSY if replica.updating else _DEAD):
                 self.members.lose(replica, "it does not answer")
                 replica.give_up()
             return
@@ -104,8 +106,6 @@ class Watch:
     async def _bring_back(self) -> None:
         replica, members = self.replica, self.members
         replica.give_up()
-        await replica.engine.start()
-        members.check(replica)
         while True:
             weights = members.weights
             await self._give(weights)
@@ -115,13 +115,22 @@ class Watch:
         log.warning("replica %s is back, with version %d", replica.name, weights.version)
 
     async def _give(self, weights: Weights) -> None:
-        engine = self.replica.engine
+        """Make the replica what it has to be, or raise `EngineError`."""
+        replica, engine = self.replica, self.replica.engine
+        # Whatever paused it, here or on the server, is over.
+        await engine.resume()
+        if replica.info is None or weights.folder is None:
+            await engine.start()
         if weights.folder is not None:
             await engine.update_weights(weights.folder, weights.version)
-            self.replica.unsure = False
-        elif weights.pushed or self.replica.unsure or engine.version != weights.version:
+            replica.unsure = False
+            # It may have been started anew, and otherwise than before: look again at what it is.
+            await engine.start()
+        if weights.folder is None and (weights.pushed or replica.unsure):
             raise EngineError(
                 f"it answers, but the weights of version {weights.version} did not come from a folder and cannot be "
                 "given to it: it waits for the next ones that do"
             )
-        await engine.resume()
+        if engine.version != weights.version:
+            raise EngineError(f"it answers, but with weights of version {engine.version}, not {weights.version}")
+        self.members.check(replica)

@@ -21,7 +21,7 @@ from towline.engines.base import Capture, EngineInfo, Ids, Load, PauseMode, Samp
 from towline.engines.remote import Flight, Refused, RemoteEngine, decoded
 from towline.engines.vllm import probing, scoring, wire
 from towline.engines.vllm.wire import Route
-from towline.engines.weight_check import Probe, Pushed, check
+from towline.engines.weight_check import Arithmetic, Probe, Pushed, check
 from towline.errors import EngineError
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
@@ -42,8 +42,7 @@ class VllmEngine(RemoteEngine):
         self._route = Route.GENERATE
         self._steerable = False
         """Whether the server can be paused and given weights."""
-        self._exact = True
-        self._cpu = True
+        self._arithmetic: Arithmetic | None = None
         self._pushed: Pushed | None = None
         self._answer: Probe | None = None
         """To the probe, by the weights in use."""
@@ -85,11 +84,10 @@ class VllmEngine(RemoteEngine):
         return dict(models[names.index(self._model)])
 
     async def _look_around(self) -> None:
-        """Whether the server can be steered; its weight version if it has a number."""
+        """Whether the server can be steered, and the version of its weights: 0 before the first update."""
         try:
             paused = (await self._json("/is_paused")).get("is_paused")
             label = str((await self._json("/weight_info")).get("weight_version"))
-            config = (await self._json("/server_info?config_format=json"))["vllm_config"]
         except Refused as error:
             if error.status not in _ABSENT:
                 raise
@@ -100,9 +98,7 @@ class VllmEngine(RemoteEngine):
                 f"POST {self.url}/resume, else start it again"
             )
         self._steerable = True
-        self._version = int(label) if label.isdigit() else self._version
-        self._exact = "float32" in str(config["model_config"].get("dtype"))
-        self._cpu = str((config.get("device_config") or {}).get("device", "cpu")) == "cpu"
+        self._version = int(label) if label.isdigit() else 0
 
     async def _choose_route(self, prompt: Ids) -> dict[str, Any]:
         """The first answer, by the better route if the server has it."""
@@ -173,10 +169,15 @@ class VllmEngine(RemoteEngine):
             await self._post("/resume")
         await super().resume(version)
 
-    async def _push(self, folder: Path, version: int) -> None:
-        """Reload from a folder that the server sees under the same path, clear its cache, and check what it then says."""
+    async def update_weights(self, folder: Path, version: int) -> None:
+        # What can be refused before anything is touched leaves the engine as it was.
         if not self._steerable:
             raise EngineError(f"{self.url} does not let its weights be replaced: start it with {DEV_MODE}")
+        await asyncio.to_thread(Pushed.of, folder)
+        await super().update_weights(folder, version)
+
+    async def _push(self, folder: Path, version: int) -> None:
+        """Reload from a folder that the server sees under the same path, clear its cache, and check what it then says."""
         pushed = await asyncio.to_thread(Pushed.of, folder)
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(pushed.folder)}}
         await self._post("/collective_rpc", reload, long=True)
@@ -186,7 +187,7 @@ class VllmEngine(RemoteEngine):
         try:
             after = await self._probe(f"towline-weights-{version}")
             proof = await asyncio.to_thread(
-                check, self.url, pushed, self._answer, after, last=self._pushed, exact=self._exact, cpu=self._cpu
+                check, self.url, pushed, self._answer, after, last=self._pushed, arithmetic=await self._computes()
             )
         except EngineError:
             await self._post("/pause", long=True)
@@ -195,6 +196,16 @@ class VllmEngine(RemoteEngine):
         self.info.details["weights_proven_by"] = proof.value
         if self._held:
             await self._post("/pause?" + urlencode({"mode": "abort", "clear_cache": "false"}), long=True)
+
+    async def _computes(self) -> Arithmetic:
+        """How the server computes. It is asked late and once: it looks through its whole machine for the answer."""
+        if self._arithmetic is None:
+            data = await self._get("/server_info?config_format=json", long=True)
+            config = decoded(data, self.url).get("vllm_config") or {}
+            dtype = str((config.get("model_config") or {}).get("dtype"))
+            device = str((config.get("device_config") or {}).get("device"))
+            self._arithmetic = Arithmetic(exact="float32" in dtype, cpu=device == "cpu")
+        return self._arithmetic
 
     async def _clear_cache(self) -> None:
         """The cache is cleared once no block is held, which may be a moment after the last turn was aborted."""

@@ -8,15 +8,16 @@ mean. It is counted in `failed`, and never a reward of 0.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from towline.client import Client
+from towline.client import Client, ClientError
 from towline.schema import Session, Task, Trajectory
 from towline.trainers.groups import why_not
 from towline.trainers.packing import Dropped, ExtraTraces, check_temperature, one_row
@@ -73,15 +74,27 @@ class TowlineRollouts:
         tasks = [
             self._task(prompts[own[0]], f"{name}-{number}", len(own)) for number, own in enumerate(places.values())
         ]
-        self.client.submit(tasks)
         rows: dict[int, Row] = {}
-        for task, own in zip(tasks, places.values(), strict=True):
-            sessions = self.client.wait(task.task_id, self.within).sessions
-            found = {one.session_id: one for one in self.client.trajectories([one.session_id for one in sessions])}
-            for place, session in zip(own, sessions, strict=True):
-                rows[place] = self._row(session, found.get(session.session_id), trainer)
+        with self._submitted(tasks):
+            for task, own in zip(tasks, places.values(), strict=True):
+                sessions = self.client.wait(task.task_id, self.within).sessions
+                found = {one.session_id: one for one in self.client.trajectories([one.session_id for one in sessions])}
+                for place, session in zip(own, sessions, strict=True):
+                    rows[place] = self._row(session, found.get(session.session_id), trainer)
         ordered = [rows[place] for place in range(len(prompts))]
         return {field: [row[field] for row in ordered] for field in ordered[0]}
+
+    @contextlib.contextmanager
+    def _submitted(self, tasks: Sequence[Task]) -> Iterator[None]:
+        """Have the tasks run; whoever stops waiting for them ends them."""
+        self.client.submit(tasks)
+        try:
+            yield
+        except BaseException:
+            for task in tasks:
+                with contextlib.suppress(ClientError):
+                    self.client.cancel(task.task_id)
+            raise
 
     def _push(self, trainer: Any) -> None:
         """Give the engine the weights, if the trainer has stepped since it got them."""

@@ -26,7 +26,7 @@ from towline.client import Client, ClientError, Delivered
 from towline.errors import TowlineError
 from towline.schema import Start, Task, Unit
 from towline.trainers.advantages import Scale, group_advantages
-from towline.trainers.packing import SplitRow, split_rows
+from towline.trainers.packing import SplitRow, check_temperature, split_rows
 from towline.trainers.trl.weights import TowlineWeights
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TowlineWorker:
 
     `tasks` gives the n-th task of the run, without end; its `num_samples` is the size of the group. `ahead` groups are under
     way at any time. `model` is the folder that the trainer's model was loaded from, `weights` a folder that the service sees
-    too. At most `buffered` rows wait for the trainer.
+    too. At most `buffered` rows wait for the trainer. `temperature` is the trainer's, and sessions must be sampled at it.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class TowlineWorker:
         ahead: int = 8,
         buffered: int = 1024,
         scale: Scale = "std",
+        temperature: float = 1.0,
         lease: float = 600.0,
         run: str | None = None,
     ):
@@ -67,12 +68,13 @@ class TowlineWorker:
         self.weights = TowlineWeights(client, weights, model)
         self.ahead = ahead
         self.scale: Scale = scale
+        self.temperature = temperature
         self.lease = lease
         self.run = run or f"trl-{uuid.uuid4().hex[:12]}"
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(buffered)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self._under_way: dict[str, int] = {}
-        """The number of every task that is not back yet, by id."""
+        self._under_way: dict[str, tuple[int, Task]] = {}
+        """Every task that is not back yet with its number, by id."""
         self._submitted = 0
         self._offset = 0
         """How far the service's versions are ahead of the trainer's."""
@@ -85,6 +87,7 @@ class TowlineWorker:
 
     def start(self) -> None:
         self._alive_at = time.monotonic()
+        self._stopping.clear()
         # A consumer of its own that begins here: results of earlier runs are not for it.
         self.client.lease(self.run, Unit.GROUP, max=1, wait=0.0, start=Start.NOW)
         self._thread = threading.Thread(target=self._work, name="towline-rollouts", daemon=True)
@@ -95,9 +98,10 @@ class TowlineWorker:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_STOP)
-        for task_id in self._under_way:
+        for task_id in list(self._under_way):
             with contextlib.suppress(ClientError):
                 self.client.cancel(task_id)
+        self._under_way.clear()
 
     def update_model_version(self, model_version: int) -> None:
         """The weights that were just sent are the trainer's `model_version`, whatever the service counts them as."""
@@ -119,6 +123,8 @@ class TowlineWorker:
                 self._submit()
                 for delivered in self._finished():
                     self._hand_over(delivered)
+                    if self._stopping.is_set():
+                        return
                     self.client.ack(self.run, [delivered.result_id])
                     self._submit()
         except BaseException as error:
@@ -127,9 +133,9 @@ class TowlineWorker:
     def _submit(self) -> None:
         """Keep `ahead` groups under way; rows that wait in the buffer hold this up, so that none grow old there."""
         numbers = range(self._submitted, self._submitted + self.ahead - len(self._under_way))
-        named = {f"{self.run}/{number:06d}": number for number in numbers}
+        named = {f"{self.run}/{number:06d}": (number, self.tasks(number)) for number in numbers}
         if named:
-            self.client.submit([self.tasks(n).model_copy(update={"task_id": task_id}) for task_id, n in named.items()])
+            self.client.submit([task.model_copy(update={"task_id": name}) for name, (_, task) in named.items()])
             self._under_way |= named
             self._submitted += len(named)
 
@@ -142,7 +148,7 @@ class TowlineWorker:
                 self.client.ack(self.run, [delivered.result_id])
 
     def _hand_over(self, delivered: Delivered) -> None:
-        number = self._under_way.pop(delivered.task_id)
+        number, task = self._under_way.pop(delivered.task_id)
         # TRL has one advantage a row: rewards of single turns have no place in it.
         found = group_advantages({delivered.task_id: delivered.trajectories}, scale=self.scale, turn_weight=0.0)
         spread = float(np.std(list(found.rewards.values()))) if found.rewards else 0.0
@@ -151,7 +157,8 @@ class TowlineWorker:
             if advantage is not None:
                 figures = {"reward": found.rewards[trajectory.session_id], "reward_std": spread}
                 for row in split_rows(trajectory):
-                    self._put(self._sample(row, advantage, number, figures))
+                    check_temperature(row, self.temperature)
+                    self._put(self._sample(row, advantage, number, task.instruction, figures))
         counted = {"unscored_sessions": found.unscored, "small_groups": found.small, "equal_groups": found.equal}
         self.metrics_queue.put({f"towline/{name}_total": float(count) for name, count in counted.items()})
 
@@ -162,13 +169,15 @@ class TowlineWorker:
                 self.rollout_buffer.put(sample, timeout=_POLL)
                 return
 
-    def _sample(self, row: SplitRow, advantage: float, number: int, metrics: dict[str, float]) -> RolloutSample:
+    def _sample(
+        self, row: SplitRow, advantage: float, number: int, instruction: str, metrics: dict[str, float]
+    ) -> RolloutSample:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         trace, last = row.trace, row.trajectory.turns[-1]
         assert trace.lowest_version is not None
         return RolloutSample(
-            prompt=[{"role": "user", "content": self.tasks(number).instruction}],
+            prompt=[{"role": "user", "content": instruction}],
             completion=[{"role": "assistant", "content": str(last.reply.get("text", ""))}],
             input_ids=trace.token_ids.astype(np.int64),
             completion_mask=trace.loss_mask.astype(np.int64),

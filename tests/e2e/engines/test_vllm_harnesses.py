@@ -1,0 +1,37 @@
+"""Pi and Codex, the real programs, over the real vLLM: two user turns, tool calls in both, one exact chain.
+
+Every token's logprob is compared with a forward pass of the same weights over the row that a trainer gets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driven_engine import THOUGHT, DrivenEngine
+from gateway_rig import assert_one_chain
+from harness_rig import assert_exact, assert_journey, bench, qwen3
+from harness_scripts import ANSWER, journey
+from torch_rows import BOUND, differences
+from vllm_server import CONTEXT
+
+from towline.engines.vllm import VllmEngine
+
+
+@pytest.mark.parametrize("name", ["pi", "codex"])
+async def test_two_user_turns_are_one_exact_chain(
+    engine: VllmEngine, sets: list[Path], tmp_path: Path, name: str
+) -> None:
+    driven = DrivenEngine(engine, qwen3(), journey)
+    async with bench(name, tmp_path, context=CONTEXT, engine=driven) as harness:
+        assert ANSWER in await harness.say("Please leave your marks.")
+        assert ANSWER in await harness.say("And now once more, please.")
+        await assert_journey(harness, 2)
+        trajectory = await harness.seal()
+    assert_exact(harness, trajectory)
+    assert_one_chain(trajectory, 6)
+    (trace,) = trajectory.traces
+    assert trace.trained_tokens > 6 * THOUGHT
+    assert differences(trace, {0: sets[0]}).max() < BOUND
+    # From the second turn on the prompt was in the server's cache.
+    assert all(turn.cached_tokens > 0 for turn in trajectory.turns[1:])

@@ -1,0 +1,83 @@
+"""Weight updates while sessions run on the real vLLM: each token carries the version whose weights really gave it.
+
+A version is proven, not believed: by the weights of its version a token's logprob is the recorded one, and by those of
+every other version it is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from gateway_rig import CONTROL_KEY, logged_errors
+from harness_rig import qwen3
+from torch_rows import BOUND, distances
+
+from towline.config import GatewaySettings
+from towline.engines.vllm import VllmEngine
+from towline.gateway.gateway import Gateway
+from towline.gateway.server import Running, serving
+from towline.schema import EndReason
+
+SESSIONS, TURNS, TOKENS = 4, 3, 96
+FAR = 0.05
+
+
+async def converse(running: Running, gateway: Gateway, name: str) -> None:
+    """A session of several turns, each sampled by the model itself up to its limit."""
+    opened = await gateway.create({"id": name})
+    headers = {"authorization": f"Bearer {opened.key}"}
+    history: list[dict[str, Any]] = []
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(600)) as http:
+        for turn in range(TURNS):
+            history.append({"role": "user", "content": f"{name}, question {turn}: what is it?"})
+            body = {"model": "m", "messages": history, "max_tokens": TOKENS}
+            async with http.post(f"{running.base_url}/v1/chat/completions", json=body) as response:
+                answer = await response.json()
+                assert response.status == 200, answer
+            history.append(answer["choices"][0]["message"])
+
+
+async def test_every_token_carries_the_version_that_gave_it(
+    engine: VllmEngine, sets: list[Path], tmp_path: Path
+) -> None:
+    gateway = Gateway(engine, qwen3(), GatewaySettings(port=0, control_port=0, data=tmp_path))
+    names = [f"s{n}" for n in range(SESSIONS)]
+    with logged_errors() as errors:
+        async with serving(gateway, CONTROL_KEY) as running:
+            sessions = asyncio.gather(*(converse(running, gateway, name) for name in names))
+            each = SESSIONS * TURNS * TOKENS // 3
+            for version in (1, 2):
+                await _sampled(engine, version * each - each // 2, sessions)
+                await engine.update_weights(sets[version], version)
+            await sessions
+            trajectories = [await gateway.seal(name, EndReason.EXITED) for name in names]
+    assert not errors, "\n".join(errors)
+    found: set[int] = set()
+    torn = 0
+    for trajectory in trajectories:
+        assert len(trajectory.turns) == TURNS
+        torn += sum(len(np.unique(turn.versions)) > 1 for turn in trajectory.turns)
+        for trace in trajectory.traces:
+            versions = trace.policy_versions[trace.turn_ids >= 0]
+            by_set = np.stack([distances(trace, folder) for folder in sets])
+            mine = by_set[versions, np.arange(len(versions))]
+            assert mine.max() < BOUND
+            others = np.delete(by_set.T.ravel(), np.arange(len(versions)) * len(sets) + versions)
+            # Two sets may agree on a token by chance, but not on many.
+            assert np.mean(others < FAR) < 0.1
+            found |= set(versions.tolist())
+    assert found == {0, 1, 2}
+    assert torn, "no turn was cut by an update"
+
+
+async def _sampled(engine: VllmEngine, tokens: int, sessions: asyncio.Future[Any]) -> None:
+    """Wait until so many tokens have arrived."""
+    for _ in range(6000):
+        if engine.stats.decoded_tokens >= tokens or sessions.done():
+            return
+        await asyncio.sleep(0.05)
+    raise TimeoutError(f"only {engine.stats.decoded_tokens} tokens arrived")
