@@ -12,6 +12,9 @@ from rich.console import Console
 
 from towline.benchmarks import builders
 
+pytestmark = pytest.mark.timeout(900)
+"""Several processes, each of which imports torch: minutes on a machine that is busy with other things."""
+
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from towline import tiny
 from towline.client import Client
 from towline.schema import Trajectory
 from towline.trainers.service import own_service
+
+# Before TRL is imported: all that is used of it is called experimental there.
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from adapted import BROKEN, MEAN, Service
 
+from towline.schema import TaskState
 from towline.tiny.registry import draw
 from towline.tiny.tasks import _as_json
 
@@ -114,6 +115,15 @@ def test_a_session_that_nobody_could_score_is_kept_apart_from_the_results(markin
     assert all(failure["instance_config"]["mask_sample"] for failure in failures)
     (metrics,) = json.loads((tmp_path / "out_aggregate_metrics.json").read_text())
     assert metrics["key_metrics"]["mean/reward"] == pytest.approx(sum(result["reward"] for result in results) / 2)
+
+
+def test_a_session_that_nobody_waits_for_any_more_is_ended(service: Service, strict: str) -> None:
+    known = {task.task_id for task in service.client.tasks()}
+    (row,) = rows(1, towline_task={"harness": "shell", "harness_options": {"command": ["sleep", "300"]}})
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{strict}/run", json=row, timeout=3)
+    (left,) = {task.task_id for task in service.client.tasks()} - known
+    assert service.client.wait(left, 60).state is TaskState.CANCELLED
 
 
 def test_failures_are_answered_with_what_is_wrong(strict: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from towline.client import WaitTimeout
 from towline.errors import ConfigError
 from towline.schema import Task, TaskState
 from towline.trainers.trl import TowlineRollouts, session_reward
-
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
 def trainer_of(service: Service, rollouts: TowlineRollouts, out: Path, **options: Any) -> GRPOTrainer:

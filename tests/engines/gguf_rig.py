@@ -140,6 +140,8 @@ def differences(decoder: Decoder, request: SampleRequest, sample: Sample, **othe
 
 
 def _cut(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    if not top_k and top_p == 1.0:
+        return logits
     kept = torch.zeros_like(logits, dtype=torch.bool)
     mass = 0.0
     for rank, id in enumerate(logits.argsort(descending=True).tolist()):
@@ -148,7 +150,7 @@ def _cut(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         kept[id] = True
         ranked = logits if not top_k else torch.where(logits >= logits.topk(top_k).values[-1], logits, -torch.inf)
         mass += float(ranked.softmax(-1)[id]) if top_p < 1.0 else 0.0
-    return torch.where(kept, logits, -torch.inf) if top_k or top_p < 1.0 else logits
+    return torch.where(kept, logits, -torch.inf)
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray[Any, Any]]:

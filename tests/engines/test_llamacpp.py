@@ -15,7 +15,8 @@ import pytest_asyncio
 from towline.conversation import Finish
 from towline.engines.base import Capture, Loaded, PauseMode, Sample, SampleRequest, Watched
 from towline.engines.embedded.model import Decoder
-from towline.engines.llamacpp import Gguf, LlamaCppEngine, model_folder, smollm2
+from towline.engines.llamacpp import Gguf, LlamaCppEngine, model_folder
+from towline.engines.llamacpp.slots import Slots
 from towline.errors import ConfigError, EngineError
 from towline.tokens.loading import load_codec
 
@@ -284,24 +285,24 @@ async def test_a_file_that_cannot_be_used_is_said_to_be(tmp_path: Path, decoder:
     await engine.close()
 
 
-async def test_smollm2_is_scored_as_its_own_arithmetic_has_it() -> None:
-    """Its weights are quantised to four bits, and llama.cpp rounds what they are multiplied with to eight: a forward pass in
-    float32 over the dequantised weights is near, and not the same. Another temperature would be further off by far."""
-    gguf = Gguf.find(smollm2.find())
-    codec = load_codec(model_folder(gguf))
-    engine = LlamaCppEngine(gguf.path, decode=codec.tokenizer.decode, slots=1, context=512)
-    await engine.start()
-    try:
-        prompt = codec.tokenizer.encode("<|im_start|>user\nName three rivers.<|im_end|>\n<|im_start|>assistant\n")
-        request = asking(48, prompt, temperature=0.6, seed=1, stop_ids=codec.stop_ids)
-        sample = await engine.sample(request)
-    finally:
-        await engine.close()
-    words = codec.tokenizer.decode(sample.ids.tolist())
-    assert words.isascii()
-    assert words.count(" ") > 4, "real words"
-    decoder = gguf_rig.read(gguf)
-    found = gguf_rig.differences(decoder, request, sample)
-    assert found.mean() < 0.12
-    assert found.max() < 1.0
-    assert gguf_rig.differences(decoder, request, sample, temperature=1.0).mean() > 2 * found.mean()
+async def test_a_slot_goes_to_who_shares_its_prefix_else_to_the_oldest() -> None:
+    slots = Slots(2)
+    one, other = gguf_rig.ids(1, 2, 3), gguf_rig.ids(7, 8)
+    async with slots.taken(one) as first, slots.taken(other) as second:
+        slots.keep(first, one)
+        slots.keep(second, other)
+        third = asyncio.create_task(slots.taken(one).__aenter__())
+        await asyncio.sleep(0)
+        assert (slots.running, slots.waiting) == (2, 1)
+        third.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await third
+        assert slots.waiting == 0
+    async with slots.taken(gguf_rig.ids(7, 8, 9)) as again:
+        assert again == second
+    async with slots.taken(gguf_rig.ids(5)) as fresh:
+        assert fresh == first, "left longest ago"
+    slots.forget()
+    async with slots.taken(one) as any_slot:
+        assert any_slot == second
+    assert slots.running == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ import pytest
 from pool_rig import FakeReplica, Log, ask, audit, simulate
 from prometheus_client import CollectorRegistry, generate_latest
 
-from towline.conversation import Finish
-from towline.engines.base import Capture, Engine, Load, PauseMode, SampleRequest
+from towline.conversation import Finish, Media
+from towline.engines.base import Capture, Engine, Load, PauseMode, SampleRequest, Seeing
 from towline.engines.pool import Pool
 from towline.errors import EngineError
 from towline.gateway import turns
+from towline.images import Placeholder
 
 
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -81,10 +82,11 @@ async def test_a_conversation_stays_on_its_replica_and_new_ones_go_to_the_least_
 async def test_a_group_begins_on_one_replica_until_that_is_loaded() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     pool, _ = await started(a, b, limit=8)
-    work = [go(pool, ask(f"t{n}", f"c{n}", "group")) for n in range(10)]
+    work = [go(pool, ask(f"t{n}", f"c{n}", "group")) for n in range(12)]
     await asyncio.sleep(0.001)
-    # Six fill three quarters of the first; the rest goes to the least loaded.
-    assert held(pool) == {"a": 6, "b": 4}
+    # Three are a quarter of the slots ahead of the other, which then gets some; six of eight are as many as go together.
+    assert [request.id for request in a.seen] == ["t0", "t1", "t2", "t4", "t6", "t8"]
+    assert held(pool) == {"a": 6, "b": 6}
     await asyncio.gather(*work)
     await pool.close()
 
@@ -511,6 +513,29 @@ async def test_the_figures_of_every_replica_are_told() -> None:
     ):
         assert line in text
     await pool.close()
+
+
+class SeeingReplica(FakeReplica):
+    async def render_media(self, media: Sequence[Media]) -> list[Placeholder | None]:
+        self._reach()
+        return [Placeholder(np.array([7, 8], np.int32)) for _ in media]
+
+
+@virtual
+async def test_images_are_prepared_by_any_replica_that_is_there() -> None:
+    a, b = SeeingReplica("a"), SeeingReplica("b")
+    pool, _ = await started(a, b)
+    assert isinstance(pool, Seeing)
+    a.die()
+    (placeholder,) = await pool.render_media([Media("image", "00", "data:image/png;base64,AA==")])
+    assert placeholder is not None
+    assert placeholder.ids is not None
+    assert placeholder.ids.tolist() == [7, 8]
+    assert [replica.serving for replica in pool.replicas] == [False, True]
+    await pool.close()
+    blind, _ = await started(FakeReplica("c"))
+    assert await blind.render_media([Media("image", "00", "data:image/png;base64,AA==")]) == [None]
+    await blind.close()
 
 
 @virtual

@@ -81,9 +81,9 @@ def servers(models: Path, tmp_path: Path) -> Iterator[list[Server]]:
                 server.kill()
 
 
-async def converse(rig: Rig, number: int) -> Trajectory:
+async def converse(rig: Rig, batch: str, number: int) -> Trajectory:
     """One session as a harness has it: a few turns, each behind all before it. No call may fail."""
-    session = await rig.open(group=f"group-{number // 4}")
+    session = await rig.open(group=f"{batch}-{number // 4}")
     messages = [user(f"Begin {number}.")]
     for turn in range(TURNS):
         status, answer = await rig.post(session, chat(*messages, max_tokens=40, tools=[]))
@@ -115,7 +115,7 @@ async def test_a_replica_killed_under_load_costs_no_session_and_returns_with_the
     pool = Pool(dict(zip("ab", engines, strict=True)), interval=0.2, deadline=60)
     a, b = pool.replicas
     async with running_gateway(codec, tmp_path / "data", engine=pool) as rig:  # type: ignore[arg-type]
-        work = [asyncio.create_task(converse(rig, number)) for number in range(SESSIONS)]
+        work = [asyncio.create_task(converse(rig, "first", number)) for number in range(SESSIONS)]
         await eventually(lambda: a.counts.turns >= 3 and a.taken >= 3, "both are busy")
         servers[0].kill()
         await eventually(lambda: not a.serving, "it left")
@@ -129,7 +129,7 @@ async def test_a_replica_killed_under_load_costs_no_session_and_returns_with_the
         await (await servers[0].listening()).close()
         await eventually(lambda: a.serving, "it is back")
         before = a.counts.turns
-        work = [asyncio.create_task(converse(rig, number)) for number in range(SESSIONS)]
+        work = [asyncio.create_task(converse(rig, "second", number)) for number in range(SESSIONS)]
         later = await asyncio.gather(*work)
         assert a.counts.turns > before
         assert b.counts.failures == 0

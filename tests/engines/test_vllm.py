@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_standin import VllmStandIn, served
+from vllm_standin import PAD, WIDTH, VllmStandIn, served
 
-from towline.conversation import Finish
+from towline.conversation import Finish, Media
 from towline.engines import weight_check
-from towline.engines.base import Capture, EngineGone, Load, Loaded, PauseMode, SampleRequest, Watched
+from towline.engines.base import Capture, EngineGone, Load, Loaded, PauseMode, SampleRequest, Seeing, Watched
 from towline.engines.embedded import DecoderConfig, create, load, save
-from towline.engines.vllm import VllmEngine
-from towline.errors import EngineError
+from towline.engines.vllm import VllmEngine, media
+from towline.errors import BadRequest, EngineError
+from towline.images import Placed
 
 VOCABULARY = 96
 PATIENCE = 30
@@ -303,7 +304,7 @@ async def test_an_update_that_leaves_old_weights_is_caught_by_name(
             await engine.update_weights(weights / f"{model}1", 1)
         # Nobody knows what it would sample from: it stays paused until weights arrive.
         assert server.paused
-        assert engine.version == 0
+        assert (engine.version, server.label) == (0, "unproven")
         waiting = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 2)))
         await asyncio.sleep(0.05)
         assert not waiting.done()
@@ -396,6 +397,32 @@ async def test_a_failing_turn_is_an_error_and_a_failing_server_is_gone(weights: 
         server.broken = True
         with pytest.raises(EngineGone, match="answered 500"):
             await engine.sample(SampleRequest(PROMPT, 10))
+
+
+async def test_an_image_is_its_placeholder_and_the_expanded_prompt_must_be_the_one_that_was_meant(
+    weights: Path,
+) -> None:
+    image = replace(media.PROBE, digest="d")
+    async with started(VllmStandIn(weights / "0", sees=True)) as engine:
+        assert isinstance(engine, Seeing)
+        (place, nothing) = await engine.render_media([image, Media("audio", "a", "data:audio/wav;base64,AAAA")])
+        assert nothing is None
+        assert place is not None
+        assert place.ids is not None
+        assert (place.ids.tolist(), place.before.tolist(), place.after.tolist()) == ([PAD] * WIDTH, [1], [2])
+        with pytest.raises(BadRequest, match="cannot identify image file"):
+            await engine.render_media([Media("image", "b", "data:image/png;base64,AAAA")])
+        prompt = np.array([1, 7, *[PAD] * WIDTH, 8, 9], np.int32)
+        placed = Placed(image, 2, WIDTH, place.key, (PAD,))
+        sample = await engine.sample(SampleRequest(prompt, 5, media=(placed,)))
+        assert (sample.prompt_tokens, len(sample.ids)) == (len(prompt), 5)
+        assert np.abs(forward(weights / "0", prompt, sample.ids) - sample.logprobs).max() < 1e-4
+        wider = np.array([1, 7, *[PAD] * (WIDTH + 1), 8, 9], np.int32)
+        with pytest.raises(EngineError, match="not the 9 that were meant"):
+            await engine.sample(SampleRequest(wider, 5, media=(replace(placed, length=WIDTH + 1),)))
+    blind = VllmStandIn(weights / "0")
+    async with started(blind) as engine:
+        assert await engine.render_media([image]) == [None]
 
 
 async def test_nobody_there_is_gone_and_what_is_not_started_or_closed_says_so() -> None:

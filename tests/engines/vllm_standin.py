@@ -21,6 +21,8 @@ from aiohttp import web
 from towline.engines.embedded import load
 
 BLOCK = 16
+PAD, WIDTH = 90, 4
+_SAMPLING = ("/v1/completions", "/inference/v1/generate", "/v1/chat/completions/render")
 
 
 @dataclass
@@ -37,6 +39,8 @@ class VllmStandIn:
     dtype: str = "torch.float32"
     device: str = "cpu"
     metrics: bool = True
+    sees: bool = False
+    """The model takes images: each `PAD` of a prompt becomes `WIDTH` of them."""
 
     stale: str = ""
     """What a reload leaves as it was: `head`, or `all`."""
@@ -75,6 +79,7 @@ class VllmStandIn:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/chat/completions/render", self._render)
         if self.metrics:
             app.router.add_get("/metrics", self._metrics)
         if self.dev_mode:
@@ -95,7 +100,7 @@ class VllmStandIn:
     async def _alive(self, request: web.Request, handler: Any) -> Any:
         if self.dead and request.transport is not None:
             request.transport.abort()
-        if request.method == "POST" and request.path not in ("/v1/completions", "/inference/v1/generate"):
+        if request.method == "POST" and request.path not in _SAMPLING:
             self.calls.append(request.path.strip("/"))
         return await handler(request)
 
@@ -166,7 +171,20 @@ class VllmStandIn:
         if not self.scale_out:
             return _error(403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out.")
         body = await request.json()
-        return await self._answer(request, body, body["token_ids"], body["sampling_params"], generate=True)
+        ids = _expanded(body["token_ids"]) if body.get("content_parts") else body["token_ids"]
+        return await self._answer(request, body, ids, body["sampling_params"], generate=True)
+
+    async def _render(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.bodies.append(body)
+        url = body["messages"][0]["content"][0]["image_url"]["url"]
+        if not self.sees:
+            return _error(400, "tiny is not a multimodal model")
+        if not url.startswith("data:image/png;base64,iVBOR"):
+            return _error(400, "cannot identify image file")
+        ids = _expanded([1, PAD, 2])
+        features = {"mm_hashes": {"image": [f"hash of {url[-8:]}"]}, "mm_placeholders": {"image": _places(ids)}}
+        return _json({"token_ids": ids, "features": features})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -193,12 +211,21 @@ class VllmStandIn:
             if not body.get("stream"):
                 (step,) = [step async for step in steps]
                 return _json({"choices": [self._choice(step, params, generate)], "usage": usage})
-            return await self._stream(request, steps, params, usage, generate)
+            told = (
+                {"prompt_token_ids": ids, "mm_placeholders": {"image": _places(ids)}} if "content_parts" in body else {}
+            )
+            return await self._stream(request, steps, params, usage, generate, told)
         finally:
             self.running -= 1
 
     async def _stream(
-        self, request: web.Request, steps: AsyncIterator[Step], params: dict[str, Any], usage: Any, generate: bool
+        self,
+        request: web.Request,
+        steps: AsyncIterator[Step],
+        params: dict[str, Any],
+        usage: Any,
+        generate: bool,
+        told: Any,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
@@ -211,7 +238,8 @@ class VllmStandIn:
                     request.transport.abort()
                     return response
                 count += len(step.ids)
-                await _send(response, {"usage": None, "choices": [self._choice(step, params, generate)]})
+                await _send(response, {"usage": None, "choices": [self._choice(step, params, generate)], **told})
+                told = {}
             usage |= {"completion_tokens": count, "total_tokens": usage["prompt_tokens"] + count}
             await _send(response, {"choices": [], "usage": usage})
             await response.write(b"data: [DONE]\n\n")
@@ -318,6 +346,16 @@ class Step:
     finish: str | None
     reason: int | str | None
     spans: list[tuple[str, int, int]] | None
+
+
+def _expanded(ids: list[int]) -> list[int]:
+    return [one for id in ids for one in [id] * (WIDTH if id == PAD else 1)]
+
+
+def _places(ids: list[int]) -> list[dict[str, int]]:
+    """Where images stand among expanded ids."""
+    starts = [n for n, id in enumerate(ids) if id == PAD and (n == 0 or ids[n - 1] != PAD)]
+    return [{"offset": start, "length": WIDTH} for start in starts]
 
 
 def _json(value: Any) -> web.Response:

@@ -9,18 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pyarrow as pa
 import pytest
 from gateway_rig import BASH, Body, Opened, Rig, Start, chat, eventually, message_of, results, system, user
+from rich.console import Console
 
 from towline.audit.tongues import DIALECTS, tongue
+from towline.cli.engines import make_gateway
 from towline.config import Settings
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say, ScriptedEngine
 from towline.errors import ConfigError
 from towline.gateway.gateway import Gateway
 from towline.gateway.lanes import Lane, Lanes
+from towline.gateway.server import serving
 from towline.schema import POLICY, ForkReason, Trajectory, Turn, TurnRole, Untrained
 from towline.tiny import tokenizer as tiny
 from towline.tokens.codec import Codec
@@ -292,6 +296,42 @@ def test_settings_name_engines_that_there_are(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=problem):
             Settings.load(file)
+
+
+async def test_two_engines_by_configuration_alone(assets: Path, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    tiny.write(tmp_path / "small")
+    file = tmp_path / "towline.toml"
+    file.write_text(
+        f"""
+        [gateway]
+        port = 0
+        control_port = 0
+        data = "{tmp_path / "data"}"
+        [engine]
+        kind = "scripted"
+        [model]
+        folder = "{assets / "tokenizers" / "qwen3"}"
+        [engines.side.engine]
+        kind = "scripted"
+        [engines.side.model]
+        folder = "{tmp_path / "small"}"
+        [session.models]
+        "*haiku*" = "side"
+        """
+    )
+    gateway, _ = make_gateway(Settings.load(file), Console(quiet=True))
+    async with serving(gateway, "control") as running, aiohttp.ClientSession() as web:
+        opened = await gateway.create({})
+        headers = {"authorization": f"Bearer {opened.key}"}
+        async with web.get(running.base_url + "/v1/models", headers=headers) as response:
+            assert [model["id"] for model in (await response.json())["data"]] == ["qwen3", "small"]
+        for model in ("whatever", SIDE):
+            body = {"model": model, "messages": [user("Begin.")]}
+            async with web.post(running.base_url + "/v1/chat/completions", json=body, headers=headers) as response:
+                assert response.status == 200
+        trajectory = await gateway.seal(opened.session.id)
+    assert [(turn.engine, turn.untrained) for turn in trajectory.turns] == [(POLICY, None), ("side", Untrained.FROZEN)]
 
 
 async def test_a_sessions_own_patterns_stand_before_the_defaults(start: Start, small: Codec) -> None:

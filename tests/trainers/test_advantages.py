@@ -42,15 +42,28 @@ def test_equal_rewards_carry_no_gradient_and_are_counted() -> None:
     assert found.rewards == {"a": 1.0, "b": 1.0, "c": 1.0}
 
 
-def test_rewards_of_turns_come_on_top_of_the_sessions_own() -> None:
+def test_rewards_of_turns_are_compared_place_by_place_and_come_on_top() -> None:
     one = trajectory("a", 1.0, chains=2, per_turn={"a-0": 1.0, "a-1": 0.0})
-    two = trajectory("b", 0.0)
-    found = group_advantages({"g": [one, two]}, scale="none", turn_weight=2.0)
-    assert found.turns == {"a": pytest.approx({"a-0": 1.0, "a-1": -1.0})}
-    first, second, third = rows_of([one, two], found)
-    assert first.advantages[3:] == pytest.approx(0.5 + 1.0)
-    assert second.advantages[3:] == pytest.approx(0.5 - 1.0)
-    assert third.advantages[3:] == pytest.approx(-0.5)
+    two = trajectory("b", 0.0, chains=2, per_turn={"b-0": 0.0, "b-1": 0.0})
+    three = trajectory("c", 0.5)
+    found = group_advantages({"g": [one, two, three]}, scale="none", turn_weight=2.0)
+    assert found.turns == {
+        "a": pytest.approx({"a-0": 1.0, "a-1": 0.0}),
+        "b": pytest.approx({"b-0": -1.0, "b-1": 0.0}),
+    }
+    rows = rows_of([one, two, three], found)
+    assert [float(row.advantages[-1]) for row in rows] == pytest.approx([0.5 + 1.0, 0.5, -0.5 - 1.0, -0.5, 0.0])
+
+
+def test_the_outcome_may_count_less_beside_rewards_of_turns() -> None:
+    one = trajectory("a", 1.0, per_turn={"a-0": 1.0})
+    two = trajectory("b", 0.0, per_turn={"b-0": 0.0})
+    plain = trajectory("c", 0.5)
+    found = group_advantages({"g": [one, two, plain]}, scale="none", outcome_weight=0.0)
+    assert found.sessions == {"a": 0.0, "b": 0.0, "c": 0.0}
+    assert found.turns == {"a": {"a-0": 0.5}, "b": {"b-0": -0.5}}
+    without = group_advantages({"g": [trajectory("a", 1.0), trajectory("b", 0.0)]}, scale="none", outcome_weight=0.0)
+    assert without.sessions == {"a": 0.5, "b": -0.5}
 
 
 @given(

@@ -24,6 +24,9 @@ from towline.tiny import registry
 from towline.tiny.tasks import REGISTRY
 from towline.trainers.service import own_service
 
+pytestmark = pytest.mark.timeout(900)
+"""Several processes, each of which imports torch: minutes on a machine that is busy with other things."""
+
 QUESTIONS = 5
 SESSIONS = 4
 LONGEST = 240

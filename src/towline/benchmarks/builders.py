@@ -101,7 +101,7 @@ def run(
     """All sides, one after the other; each has a service of its own. `model` is where the tiny model is or is made."""
     plan, say = plan or Plan(), report or (lambda done, total, what: None)
     served = tiny.create(
-        model or tiny.default_folder().with_name("tiny-thinking"),
+        model or tiny.default_folder().with_name(f"tiny-thinking-{plan.warm_up}"),
         steps=plan.warm_up,
         thinking=True,
         progress=lambda done, total, what: say(done, total, f"making a tiny model that reasons, once: {what}"),

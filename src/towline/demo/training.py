@@ -40,7 +40,7 @@ class Training:
     groups: int = 8
     samples: int = 16
     rate: float = 1e-3
-    entropy: float = 0.02
+    entropy: float = 0.01
     concurrency: int = 16
     permute: bool = False
     """The control: rewards are shuffled within each group, so that there is nothing to learn."""
@@ -52,7 +52,10 @@ def train(console: Console, model: Path, folder: Path, training: Training, seed:
     # A demo starts anew; `towline train` is what goes on from where it was.
     shutil.rmtree(folder, ignore_errors=True)
     learner = Learner(
-        model, LearnerSettings(rate=training.rate, loss=LossSettings(entropy=training.entropy)), seed=seed
+        model,
+        # The evaluator scores the call and the answer by themselves: the outcome is both, and would only blur them.
+        LearnerSettings(rate=training.rate, outcome_weight=0.0, loss=LossSettings(entropy=training.entropy)),
+        seed=seed,
     )
     settings = GrpoSettings(
         run=f"demo-{seed}", steps=training.steps, groups=training.groups, permute=training.permute, seed=seed

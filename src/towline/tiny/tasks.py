@@ -53,10 +53,19 @@ def held_out_tasks(agent: Path, count: int = 64, seed: int = 0) -> list[Task]:
 
 
 def reward(trajectory: Trajectory, instance: dict[str, Any]) -> dict[str, Any]:
-    """1 if the right tool was called with the right item and the answer is what it returned, else 0."""
+    """1 if the right tool was called with the right item and the answer is what it returned, else 0.
+
+    The two turns are also scored by themselves: the first for its call, the second for repeating what came back.
+    """
     (found,) = grade(_from_json(instance), trajectory.turns)
     parts = {"tool": found.tool, "item": found.item, "answer": found.answer, "well_formed": found.well_formed}
-    return {"reward": float(found.success), "components": {name: float(value) for name, value in parts.items()}}
+    turns = sorted(trajectory.turns, key=lambda turn: turn.index)
+    by_turn = zip(turns, (found.tool and found.item, found.answer), strict=False)
+    return {
+        "reward": float(found.success),
+        "components": {name: float(value) for name, value in parts.items()},
+        "per_turn": {turn.id: float(right) for turn, right in by_turn},
+    }
 
 
 def _as_json(instance: Instance) -> dict[str, Any]:

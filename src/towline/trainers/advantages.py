@@ -35,12 +35,17 @@ class Advantages:
 
 
 def group_advantages(
-    groups: Mapping[str, Sequence[Trajectory]], *, scale: Scale = "std", turn_weight: float = 1.0
+    groups: Mapping[str, Sequence[Trajectory]],
+    *,
+    scale: Scale = "std",
+    turn_weight: float = 1.0,
+    outcome_weight: float = 1.0,
 ) -> Advantages:
     """Rewards of each group, centred on its mean and, with `std`, divided by its standard deviation.
 
-    Per-turn rewards, where an evaluator gave any, are centred over all turns of the group in the same way and weighted by
-    `turn_weight`.
+    Per-turn rewards, where an evaluator gave any, are compared with those of the same place in the group's other sessions
+    (the first with the first, the second with the second) and weighted by `turn_weight`; what such a session's outcome
+    counts beside them is `outcome_weight`.
     """
     found = Advantages()
     for group in groups.values():
@@ -53,26 +58,37 @@ def group_advantages(
             continue
         rewards = np.array([score for _, score in scored], np.float64)
         found.rewards |= {t.session_id: float(score) for t, score in scored}
-        per_turn = {t.session_id: t.reward.per_turn for t, _ in scored if t.reward is not None and t.reward.per_turn}
+        per_turn = {t.session_id: in_order for t, _ in scored if (in_order := turn_rewards(t))}
         spread = float(rewards.std())
         if spread == 0.0 and not per_turn:
             found.equal += 1
             continue
         centred = (rewards - rewards.mean()) / (spread if scale == "std" and spread > 0 else 1.0)
-        found.sessions |= {t.session_id: float(value) for (t, _), value in zip(scored, centred, strict=True)}
+        found.sessions |= {
+            t.session_id: float(value) * (outcome_weight if t.session_id in per_turn else 1.0)
+            for (t, _), value in zip(scored, centred, strict=True)
+        }
         if per_turn:
             found.turns |= _turn_advantages(per_turn, scale, turn_weight)
     return found
 
 
+def turn_rewards(trajectory: Trajectory) -> list[tuple[str, float]]:
+    """Turn ids with their rewards, in the order of the turns."""
+    given = trajectory.reward.per_turn if trajectory.reward is not None else {}
+    turns = sorted(trajectory.turns, key=lambda turn: turn.index)
+    return [(turn.id, given[turn.id]) for turn in turns if turn.id in given]
+
+
 def _turn_advantages(
-    per_turn: Mapping[str, Mapping[str, float]], scale: Scale, weight: float
+    per_turn: Mapping[str, Sequence[tuple[str, float]]], scale: Scale, weight: float
 ) -> dict[str, dict[str, float]]:
-    values = np.array([value for turns in per_turn.values() for value in turns.values()], np.float64)
-    spread = float(values.std())
-    divisor = spread if scale == "std" and spread > 0 else 1.0
-    mean = float(values.mean())
-    return {
-        session: {turn: weight * (value - mean) / divisor for turn, value in turns.items()}
-        for session, turns in per_turn.items()
-    }
+    found: dict[str, dict[str, float]] = {session: {} for session in per_turn}
+    for place in range(max(map(len, per_turn.values()))):
+        here = {session: turns[place] for session, turns in per_turn.items() if place < len(turns)}
+        values = np.array([value for _, value in here.values()], np.float64)
+        spread = float(values.std())
+        divisor = spread if scale == "std" and spread > 0 else 1.0
+        for session, (turn, value) in here.items():
+            found[session][turn] = weight * (value - float(values.mean())) / divisor
+    return found

@@ -26,6 +26,7 @@ import numpy as np
 from towline.client import Client
 from towline.crashpoints import crash_point
 from towline.schema import Reward, Stale, Task, Trajectory, Unit
+from towline.trainers.advantages import turn_rewards
 from towline.trainers.learner import Learner, Update
 
 
@@ -211,13 +212,17 @@ class Grpo:
 
 
 def permuted(group: Sequence[Trajectory], chance: np.random.Generator) -> list[Trajectory]:
-    """The group with its rewards dealt out anew."""
+    """The group with its rewards dealt out anew, those of turns to the turns of the same place."""
     scored = [place for place, one in enumerate(group) if one.reward is not None and one.reward.score is not None]
     dealt: list[Trajectory] = list(group)
     for place, other in zip(scored, chance.permutation(scored), strict=True):
         reward = group[int(other)].reward
         if reward is not None:
-            dealt[place] = group[place].with_reward(Reward(value=reward.value, evaluator=reward.evaluator))
+            values = [value for _, value in turn_rewards(group[int(other)])]
+            own = sorted(group[place].turns, key=lambda turn: turn.index)
+            per_turn = {turn.id: value for turn, value in zip(own, values, strict=False)}
+            new = Reward(value=reward.value, per_turn=per_turn, evaluator=reward.evaluator)
+            dealt[place] = group[place].with_reward(new)
     return dealt
 
 

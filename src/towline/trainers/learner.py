@@ -43,6 +43,9 @@ class LearnerSettings:
     """What counts alike in the loss: each trained `token`, or each `session`."""
     scale: Scale = "std"
     turn_weight: float = 1.0
+    """What rewards of turns count, where an evaluator gives any."""
+    outcome_weight: float = 1.0
+    """What the outcome counts beside them."""
     loss: LossSettings = field(default_factory=LossSettings)
 
 
@@ -94,7 +97,12 @@ class Learner:
     def update(self, groups: Mapping[str, Sequence[Trajectory]]) -> Update:
         """Learn from whole groups; the version goes up by one, whether there was anything to learn or not."""
         settings = self.settings
-        advantages = group_advantages(groups, scale=settings.scale, turn_weight=settings.turn_weight)
+        advantages = group_advantages(
+            groups,
+            scale=settings.scale,
+            turn_weight=settings.turn_weight,
+            outcome_weight=settings.outcome_weight,
+        )
         rows = rows_of([trajectory for group in groups.values() for trajectory in group], advantages)
         report = Update(
             version=self.version + 1,

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import numpy as np
+from conversing import converse, sampled
 from gateway_rig import CONTROL_KEY, logged_errors
 from harness_rig import qwen3
 from torch_rows import BOUND, distances
@@ -19,26 +18,11 @@ from torch_rows import BOUND, distances
 from towline.config import GatewaySettings
 from towline.engines.vllm import VllmEngine
 from towline.gateway.gateway import Gateway
-from towline.gateway.server import Running, serving
+from towline.gateway.server import serving
 from towline.schema import EndReason
 
 SESSIONS, TURNS, TOKENS = 4, 3, 96
 FAR = 0.05
-
-
-async def converse(running: Running, gateway: Gateway, name: str) -> None:
-    """A session of several turns, each sampled by the model itself up to its limit."""
-    opened = await gateway.create({"id": name})
-    headers = {"authorization": f"Bearer {opened.key}"}
-    history: list[dict[str, Any]] = []
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(600)) as http:
-        for turn in range(TURNS):
-            history.append({"role": "user", "content": f"{name}, question {turn}: what is it?"})
-            body = {"model": "m", "messages": history, "max_tokens": TOKENS}
-            async with http.post(f"{running.base_url}/v1/chat/completions", json=body) as response:
-                answer = await response.json()
-                assert response.status == 200, answer
-            history.append(answer["choices"][0]["message"])
 
 
 async def test_every_token_carries_the_version_that_gave_it(
@@ -48,10 +32,10 @@ async def test_every_token_carries_the_version_that_gave_it(
     names = [f"s{n}" for n in range(SESSIONS)]
     with logged_errors() as errors:
         async with serving(gateway, CONTROL_KEY) as running:
-            sessions = asyncio.gather(*(converse(running, gateway, name) for name in names))
+            sessions = asyncio.gather(*(converse(running, gateway, name, TURNS, TOKENS) for name in names))
             each = SESSIONS * TURNS * TOKENS // 3
             for version in (1, 2):
-                await _sampled(engine, version * each - each // 2, sessions)
+                await sampled(engine, version * each - each // 2, sessions)
                 await engine.update_weights(sets[version], version)
             await sessions
             trajectories = [await gateway.seal(name, EndReason.EXITED) for name in names]
@@ -72,12 +56,3 @@ async def test_every_token_carries_the_version_that_gave_it(
             found |= set(versions.tolist())
     assert found == {0, 1, 2}
     assert torn, "no turn was cut by an update"
-
-
-async def _sampled(engine: VllmEngine, tokens: int, sessions: asyncio.Future[Any]) -> None:
-    """Wait until so many tokens have arrived."""
-    for _ in range(6000):
-        if engine.stats.decoded_tokens >= tokens or sessions.done():
-            return
-        await asyncio.sleep(0.05)
-    raise TimeoutError(f"only {engine.stats.decoded_tokens} tokens arrived")

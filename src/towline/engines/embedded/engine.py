@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from towline.conversation import Finish
-from towline.engines.base import Capture, EngineInfo, Ids, PauseMode, Sample, SampleRequest
+from towline.engines.base import Capture, EngineInfo, Ids, Load, PauseMode, Sample, SampleRequest
 from towline.engines.embedded.cache import RadixCache
 from towline.engines.embedded.config import DecoderConfig
 from towline.engines.embedded.loop import Stats, StepLoop
@@ -100,6 +100,11 @@ class EmbeddedEngine:
     def stats(self) -> Stats:
         """A snapshot."""
         return Stats() if self._loop is None else self._loop.stats()
+
+    async def load(self) -> Load:
+        stats = self.stats
+        usage = stats.used_slots / stats.slots if stats.slots else None
+        return Load(stats.running_turns, stats.waiting_turns, usage)
 
     async def start(self) -> None:
         async with self._reading:

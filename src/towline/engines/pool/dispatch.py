@@ -2,7 +2,7 @@
 
 - A conversation stays on its replica, which has its prefix cached. It moves only if that replica does not serve, or if it
   would have to wait there while another is less than half full.
-- A group's conversations, which share a prompt, begin on one replica until that is loaded.
+- A group's conversations, which share a prompt, begin on one replica until that is loaded, or clearly more so than others.
 - All else goes to the least loaded.
 - Who waits, waits in order of arrival: for its own replica if it has one, else for any. A turn that was cut short, by a
   replica's death or an abort, keeps its place.
@@ -22,9 +22,11 @@ from towline.engines.pool.replica import Replica
 
 T = TypeVar("T")
 LOADED = 0.75
-"""The fill from which a replica gets no further conversation just because its group is there."""
+AHEAD = 0.25
+"""The fill, and how far above the least loaded, from which a replica gets no more conversations only for their group."""
 IDLE = 0.5
 """The fill below which a replica takes a conversation that would wait elsewhere."""
+_ROUNDING = 1e-6
 _REMEMBERED = 65_536
 
 
@@ -110,11 +112,11 @@ class Dispatcher:
             free = [replica for replica in free if replica.fill < IDLE]
         elif self._first(None):
             return None
-        else:
-            preferred = self._groups.get(waiter.group)
-            if preferred in free and preferred.fill < LOADED:
-                return preferred
-        return min(free, key=lambda replica: replica.fill, default=None)
+        least = min(free, key=lambda replica: replica.fill, default=None)
+        preferred = self._groups.get(waiter.group) if home is None else None
+        if least is not None and preferred in free and preferred.fill < min(LOADED, least.fill + AHEAD + _ROUNDING):
+            return preferred
+        return least
 
     def _next(self, replica: Replica) -> Waiter | None:
         """Who gets a slot that became free: whoever came first of those who wait for it or for any; if there is nobody and

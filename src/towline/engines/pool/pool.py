@@ -16,8 +16,8 @@ from pathlib import Path
 
 from prometheus_client import Metric
 
-from towline.conversation import Finish
-from towline.engines.base import Engine, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.conversation import Finish, Media
+from towline.engines.base import Engine, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest, Seeing
 from towline.engines.pool.combining import combine
 from towline.engines.pool.dispatch import Waiter
 from towline.engines.pool.membership import Membership
@@ -28,6 +28,7 @@ from towline.engines.pool.turn import MovingTurn
 from towline.engines.pool.updating import update
 from towline.engines.pool.watching import Watch
 from towline.errors import EngineError
+from towline.images import Placeholder
 
 log = logging.getLogger("towline.engines")
 
@@ -166,6 +167,18 @@ class Pool:
             if waiter.id in names:
                 waiter.slot.set_result(None)
         await self._members.each(lambda engine: engine.abort(ids))
+
+    async def render_media(self, media: Sequence[Media]) -> Sequence[Placeholder | None]:
+        """By any replica, since all of them prepare alike."""
+        while await self._members.inhabited():
+            replica = min(self._members.serving, key=lambda replica: replica.fill)
+            if not isinstance(replica.engine, Seeing):
+                return [None] * len(media)
+            try:
+                return await replica.do(replica.engine.render_media(media))
+            except EngineGone as gone:
+                self._members.lose(replica, str(gone))
+        raise EngineError(f"no replica can prepare the images: {self._members.troubles()}")
 
     # One policy over all replicas
 

@@ -11,23 +11,29 @@ another version, and an update counts only once the server's logprobs are those 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
 
+from towline.conversation import Finish, Media
 from towline.engines.base import Capture, EngineInfo, Ids, Load, PauseMode, SampleRequest
 from towline.engines.remote import Flight, Refused, RemoteEngine, decoded
+from towline.engines.vllm import media as images
 from towline.engines.vllm import probing, scoring, wire
 from towline.engines.vllm.wire import Route
 from towline.engines.weight_check import Arithmetic, Probe, Pushed, check
-from towline.errors import EngineError
+from towline.errors import BadRequest, EngineError
+from towline.images import Placeholder
 
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 _PROBED = 16
 """Tokens that are compared after an update."""
 _CLEARINGS = 20
+_UNPROVEN = "unproven"
+"""The label of weights that did not pass the check."""
 _ABSENT = frozenset({403, 404, 405})
 """Statuses of routes that a server has not, or has switched off."""
 
@@ -42,6 +48,8 @@ class VllmEngine(RemoteEngine):
         self._route = Route.GENERATE
         self._steerable = False
         """Whether the server can be paused and given weights."""
+        self._sees: bool | None = None
+        """Whether its model can be shown images; None until somebody wants to know."""
         self._arithmetic: Arithmetic | None = None
         self._pushed: Pushed | None = None
         self._answer: Probe | None = None
@@ -53,6 +61,7 @@ class VllmEngine(RemoteEngine):
         context = int(served.get("max_model_len") or 0)
         if context <= 0:
             raise EngineError(f"{self.url} does not tell the context of {self._model!r}: is it vLLM?")
+        self._sees = self._arithmetic = None
         await self._look_around()
         prompt = probing.probe_prompt(context)
         first = await self._choose_route(prompt)
@@ -85,6 +94,7 @@ class VllmEngine(RemoteEngine):
 
     async def _look_around(self) -> None:
         """Whether the server can be steered, and the version of its weights: 0 before the first update."""
+        self._steerable = False
         try:
             paused = (await self._json("/is_paused")).get("is_paused")
             label = str((await self._json("/weight_info")).get("weight_version"))
@@ -102,6 +112,7 @@ class VllmEngine(RemoteEngine):
 
     async def _choose_route(self, prompt: Ids) -> dict[str, Any]:
         """The first answer, by the better route if the server has it."""
+        self._route = Route.GENERATE
         try:
             return await self._one(prompt, 1.0, logprobs=probing.ASKED)
         except Refused as error:
@@ -141,10 +152,33 @@ class VllmEngine(RemoteEngine):
             self.stats.decoded_tokens += len(flight.ids)
             return
         body = wire.turn(self._route, self._model, request, limit, self._salt)
-        async for event in self._events(self._route, body):
+        unseen = bool(request.media)
+        async for event in self._events(self._route, body | images.shown(request) if unseen else body):
+            unseen = unseen and not images.check(event, request)
             self.stats.decoded_tokens += wire.read(self._route, event, flight)
+        if unseen and flight.finish is not Finish.ABORT:
+            raise EngineError(f"{self.url} does not tell what its model was shown")
         if flight.versions:
             self._version = flight.versions[-1]
+
+    async def render_media(self, media: Sequence[Media]) -> Sequence[Placeholder | None]:
+        if self._sees is None:
+            try:
+                self._sees = await self._render(images.PROBE) is not None
+            except (BadRequest, Refused):
+                self._sees = False
+        return await asyncio.gather(*(self._render(one) for one in media)) if self._sees else [None] * len(media)
+
+    async def _render(self, media: Media) -> Placeholder | None:
+        if media.kind != "image":
+            return None
+        try:
+            data = await self._post(images.RENDER, images.question(self._model, media), long=True)
+        except Refused as error:
+            if error.status != 400:
+                raise
+            raise BadRequest(f"an image cannot be shown to the model: {error}") from error
+        return images.placeholder(decoded(data, self.url + images.RENDER))
 
     async def _score(self, prompt: Ids, id: int, temperature: float) -> tuple[float, dict[str, Any]]:
         """The logprob of `id` behind `prompt`."""
@@ -191,6 +225,7 @@ class VllmEngine(RemoteEngine):
             )
         except EngineError:
             await self._post("/pause", long=True)
+            await self._post("/update_weight_version", {"new_version": _UNPROVEN})
             raise
         self._pushed, self._answer = pushed, after
         self.info.details["weights_proven_by"] = proof.value
