@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,14 @@ from towline.cli.doctor import doctor
 from towline.config import ServerSettings, Settings
 from towline.doctor import model, place
 from towline.doctor.findings import Finding, Level, worst
-from towline.engines.base import Capture
+from towline.engines.base import Capture, EngineInfo
+from towline.engines.embedded import EmbeddedEngine
+from towline.engines.embedded.config import DecoderConfig
+from towline.engines.embedded.model import create
 from towline.engines.scripted import Say, ScriptedEngine
 from towline.gateway.gateway import Gateway
 from towline.harnesses.install import Installs
+from towline.schema import Trajectory
 from towline.tiny import tokenizer
 from towline.tokens.loading import load_codec
 
@@ -44,6 +49,9 @@ def test_what_is_needed_decides_the_exit_status(folder: Path, tmp_path: Path) ->
     assert found["engine", "scripted"]["figures"]["capture"] == "tokens"
     assert found["engine", "a conversation"]["figures"]["chains"] == 1
     assert 0 <= found["engine", "re-tokenisation skew"]["figures"]["plain_difference"] <= 1
+    # The scripted engine has no cache, and says nothing of one.
+    assert found["engine", "prefix caching"]["level"] == "note"
+    assert len(found["engine", "prefix caching"]["figures"]["cached"]) >= 3
     assert found["template", "sentinel"]["level"] == "ok"
     # It works, and is told for what it is.
     assert found["sandboxes", "process (default)"]["level"] == "warning"
@@ -80,6 +88,33 @@ async def test_skew_is_measured_on_what_was_sampled(folder: Path, tmp_path: Path
     found = {one.name: one for one in await model.engine(gateway, codec)}
     assert found["a conversation"].level is Level.OK
     assert found["re-tokenisation skew"].figures["plain_difference"] > 0.05
+
+
+async def test_cache_hits_are_measured_over_the_turns(folder: Path, tmp_path: Path) -> None:
+    """A turn finds in the cache what the turn before left there; an engine that only says so is found out."""
+    codec = load_codec(folder, renderer="sentinel")
+    shape = DecoderConfig("llama", codec.tokenizer.size, 32, 64, 2, 2, 1, 16, 8192)
+    settings = Settings.load(gateway={"port": 0, "control_port": 0, "data": tmp_path, "journal": "none"})
+    engine = EmbeddedEngine(create(shape, 0), decode=codec.tokenizer.decode, seed=0)
+    gateway = Gateway(engine, codec, settings.gateway, defaults=settings.session, model="small")
+    found = {one.name: one for one in await model.engine(gateway, codec)}
+    assert "embedded" in found
+    cache = found["prefix caching"]
+    assert cache.level is Level.OK
+    first, *later = zip(cache.figures["cached"], cache.figures["prompts"], strict=True)
+    assert len(later) >= 2
+    assert first[0] == 0
+    assert all(cached > before for (cached, _), (_, before) in zip(later, [first, *later], strict=False))
+    assert f"{later[0][0]} of {later[0][1]}" in cache.said
+
+    (name,) = os.listdir(tmp_path / "trajectories")
+    trajectory = Trajectory.read(tmp_path / "trajectories" / name)
+    cold = trajectory.model_copy(
+        update={"turns": [t.model_copy(update={"cached_tokens": 0}) for t in trajectory.turns]}
+    )
+    for told, level in (("on", Level.WARNING), ("off", Level.WARNING), ("unknown", Level.NOTE)):
+        info = EngineInfo("x", Capture.TOKENS, 1, 1, {"prefix_caching": told})
+        assert model.caching(cold, info).level is level
 
 
 async def test_every_capture_level_has_its_words(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def test_every_kind_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
         "scripted": ({}, folder, ScriptedEngine),
         "llamacpp": ({}, folder / "gguf" / "small.gguf", LlamaCppEngine),
         "smollm2": ({}, None, LlamaCppEngine),
-        "vllm": (served, folder, VllmEngine),
-        "sglang": (served, folder, SglangEngine),
+        "vllm": (served, folder, Pool),
+        "sglang": (served, folder, Pool),
         "openai": ({**served, "upstream_model": "m"}, None, ChatServerEngine),
     }
     for kind, (options, model, type_) in kinds.items():
@@ -68,6 +68,8 @@ async def test_several_addresses_make_a_pool(folder: Path) -> None:
         made = engines.make(chosen.engine, chosen.model, QUIET)
         assert isinstance(made.engine, Pool)
         assert [replica.name for replica in made.engine.replicas] == ["127.0.0.1:8000", "127.0.0.1:8001"]
+        type_ = VllmEngine if kind == "vllm" else SglangEngine
+        assert all(isinstance(replica.engine, type_) for replica in made.engine.replicas)
 
 
 def test_a_file_a_variable_and_options_say_the_same(
@@ -128,9 +130,13 @@ def test_what_does_not_go_together_is_said_in_one_sentence(
     options: dict[str, Any], model: str | None, words: str, folder: Path
 ) -> None:
     place = None if model is None else folder if model == "folder" else folder / model
-    with pytest.raises(ConfigError) as refused:
+
+    def attempt() -> None:
         chosen = settings(options, place)
         engines.make(chosen.engine, chosen.model, QUIET)
+
+    with pytest.raises(ConfigError) as refused:
+        attempt()
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -15,7 +15,7 @@ from pool_rig import FakeReplica, Log, ask, audit, simulate
 from prometheus_client import CollectorRegistry, generate_latest
 
 from towline.conversation import Finish, Media
-from towline.engines.base import Capture, Engine, Load, PauseMode, SampleRequest, Seeing
+from towline.engines.base import Capture, Engine, EngineGone, Load, PauseMode, Sample, SampleRequest, Seeing
 from towline.engines.pool import Pool
 from towline.errors import EngineError
 from towline.gateway import turns
@@ -200,6 +200,55 @@ async def test_a_replica_that_comes_back_is_given_the_current_weights_before_it_
     for request, sample in zip(requests, await asyncio.gather(*(go(pool, r) for r in requests)), strict=True):
         audit(log, request, sample)
     assert len(a.seen) >= 4
+    await pool.close()
+
+
+@virtual
+async def test_a_replica_whose_weights_became_old_while_it_took_them_is_given_the_newer_ones() -> None:
+    a, b = FakeReplica("a"), FakeReplica("b")
+    pool, log = await started(a, b)
+    await pool.update_weights(Path("/weights/1"), 1)
+    a.die()
+    await go(pool, ask("finds-out", "c"))
+    a.revive()
+    a.pace = 1.0  # Five seconds for its weights.
+    await asyncio.sleep(2)
+    await pool.update_weights(Path("/weights/2"), 2)
+    assert not pool.replicas[0].serving
+    await asyncio.sleep(20)
+    assert pool.replicas[0].serving
+    assert (a.loaded, a.updates) == (2, [1, 1, 2])
+    await pool.close()
+
+
+class Blinking(FakeReplica):
+    """Loses a connection and answers no looks, but samples on."""
+
+    async def healthy(self) -> bool:
+        return False
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        if request.id == "blink":
+            raise EngineGone("the connection was reset")
+        return await super().sample(request)
+
+
+@virtual
+async def test_what_still_runs_on_a_replica_that_left_ends_with_the_update() -> None:
+    a, b = Blinking("a", length=200), FakeReplica("b", length=200)
+    pool, log = await started(a, b)
+    request = ask("long", "c")
+    work = [go(pool, request)]
+    await asyncio.sleep(0.1)
+    work.append(go(pool, ask("blink", "c")))
+    await asyncio.sleep(0.01)
+    assert [replica.serving for replica in pool.replicas] == [False, True]
+    assert a.flying
+    await pool.update_weights(Path("/weights/1"), 1)
+    done = asyncio.get_running_loop().time()
+    long, _ = await asyncio.gather(*work)
+    audit(log, request, long)
+    assert {origin.loaded for origin in log.tokens.values() if origin.when > done + a.pace} == {1}
     await pool.close()
 
 

@@ -67,7 +67,7 @@ def session(
     ended: dict[str, Any] = {"state": SessionState.DONE, "end_reason": end}
     if broken:
         ended = {"state": SessionState.FAILED, "error": "the sandbox burned down"}
-    traces = [] if broken else [_trace(f"{name}/{n}", name, group, path) for n, path in enumerate(paths)]
+    traces = [_trace(f"{name}/{n}", name, group, path) for n, path in enumerate(paths)]
     made = Trajectory(session_id=name, group_id=group, turns=turns, traces=traces, **ended)
     if reward is None:
         return made.with_reward(Reward(value=0.0, status="failed", error="the judge fell ill"))

@@ -148,7 +148,9 @@ def _train(side: Side, plan: Plan, model: Path, folder: Path, told: Callable[[in
             return report
 
     torch.set_num_threads(1)
-    learner = Metered(model, LearnerSettings(rate=plan.rate, loss=LossSettings(entropy=plan.entropy)), seed=plan.seed)
+    # Batches so small that rows of one length go together: else a row a turn would be charged for padding as well.
+    learning = LearnerSettings(rate=plan.rate, batch_tokens=4096, loss=LossSettings(entropy=plan.entropy))
+    learner = Metered(model, learning, seed=plan.seed)
     settings = GrpoSettings(
         run="ablation", steps=plan.steps, groups=plan.groups, synchronous=True, max_staleness=None, seed=plan.seed
     )

@@ -1,7 +1,7 @@
 """From settings to an engine with its codec, for every kind of engine, and to a gateway over them.
 
 Engines in this process read the model themselves; those behind `--upstream` are asked over HTTP and need the model folder
-for its tokenizer and template. Several URLs are replicas of one model: a pool.
+for its tokenizer and template. Several URLs are replicas of one model.
 """
 
 from __future__ import annotations
@@ -164,15 +164,13 @@ def _llamacpp(chosen: EngineSettings, model: ModelSettings, console: Console) ->
 
 
 def _served(chosen: EngineSettings, model: ModelSettings, console: Console) -> Made:
-    """vLLM or SGLang: one server, or a pool of them."""
+    """vLLM or SGLang: a pool of servers. A pool of one keeps its load in bounds and waits for it when it is away."""
+    from towline.engines.pool import Pool
+
     folder = model_folder(model, console)
     codec = make_codec(model, folder, console)
     key = os.environ.get(chosen.key_variable, "")
     name = model.name or chosen.model or folder.name
-    if len(chosen.urls) == 1:
-        return Made(_server(chosen, chosen.urls[0], key), codec, name, folder)
-    from towline.engines.pool import Pool
-
     pool = Pool({urlsplit(url).netloc: _server(chosen, url, key) for url in chosen.urls})
     return Made(pool, codec, name, folder)
 

@@ -77,6 +77,7 @@ def _settings(config: Path | None, **overrides: dict[str, Any]) -> Settings:
 
 async def _serve(gateway: Gateway, settings: Settings, console: Console, as_json: bool) -> None:
     from towline import rollout
+    from towline.engines.pool import Pool
     from towline.server.local import NodeRunner
     from towline.server.serving import serving
 
@@ -88,6 +89,8 @@ async def _serve(gateway: Gateway, settings: Settings, console: Console, as_json
         rollout.node_on(gateway, settings, settings.server.data) as node,
         serving(settings.server, NodeRunner(node)) as running,
     ):
+        if isinstance(gateway.engine, Pool):
+            running.service.metrics.registry.register(gateway.engine)
         keyed = await running.service.keys.exist()
         if as_json:
             print(json.dumps({"url": running.url, "keys": keyed, "data": str(settings.server.data)}), flush=True)

@@ -1,8 +1,8 @@
 """The format warm-up: supervised steps that teach how a call and an answer look, and nothing about which is right.
 
 The conversations are the registry's, with the very ids that the gateway would serve. Whoever speaks in them repeats one
-of the mentions at random: of a tool (among the tools, or in the question, where it weighs double), of an item, of a value (in the question, or in
-the result). A model warmed up so speaks the format nearly always and is right about as often as `registry.CHANCE`; being
+of the mentions at random: of a tool (among the tools, or in the question, which weighs double), of an item likewise, of
+a value (in the question, or in the result). A model warmed up so speaks the format nearly always and is right about as often as `registry.CHANCE`; being
 right is what reinforcement learning is for.
 
 Since it is known what each random choice was drawn from, the steps learn that whole distribution rather than the one

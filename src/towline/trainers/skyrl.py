@@ -113,7 +113,8 @@ class TowlineGenerator:
         sampling = {ours: wanted[theirs] for theirs, ours in _SAMPLING.items() if wanted.get(theirs) is not None}
         if sampling.get("top_k", 0) < 0:
             del sampling["top_k"]
-        settings = task.settings | {"sampling": sampling | task.settings.get("sampling", {})}
+        # What the trainer computes logprobs of goes over what the template says.
+        settings = task.settings | {"sampling": task.settings.get("sampling", {}) | sampling}
         return await run_group(client, task.model_copy(update={"settings": settings}))
 
     def places(self, group: Group, trajectory_ids: Sequence[Any]) -> list[Place]:

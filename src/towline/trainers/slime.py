@@ -94,7 +94,8 @@ async def _run(client: AsyncClient, template: TaskTemplate, args: Any, samples: 
         "top_p": args.rollout_top_p,
         "max_tokens": args.rollout_max_response_len,
     }
-    settings = task.settings | {"sampling": sampling | task.settings.get("sampling", {})}
+    # What the trainer computes logprobs of goes over what the template says.
+    settings = task.settings | {"sampling": task.settings.get("sampling", {}) | sampling}
     return await run_group(client, task.model_copy(update={"settings": settings}))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 from vllm_server import STEERABLE, Server, make_model, serving
 
 from towline.engines.vllm import VllmEngine
+
+_MEASURED: list[str] = []
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +47,24 @@ async def engine(server: Server, sets: list[Path]) -> AsyncIterator[VllmEngine]:
         yield engine
     finally:
         await engine.close()
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Notes figures of a test, which are shown at the end of the run."""
+
+    def note(**figures: object) -> None:
+        shown = ", ".join(
+            f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures.items()
+        )
+        _MEASURED.append(f"{request.node.name}: {shown}")
+
+    return note
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in _MEASURED:
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

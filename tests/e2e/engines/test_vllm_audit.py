@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch_rows import BOUND
@@ -17,7 +18,9 @@ BEHAVIOURS = [
 ]
 
 
-async def test_no_token_drifts_and_every_logprob_is_that_of_a_forward_pass(server: Server, tmp_path: Path) -> None:
+async def test_no_token_drifts_and_every_logprob_is_that_of_a_forward_pass(
+    server: Server, tmp_path: Path, measured: Callable[..., None]
+) -> None:
     async def audited(folder: Path) -> VllmEngine:
         """The shared server with the audit's weights; an even version has the first set of them."""
         engine = VllmEngine(server.url)
@@ -40,6 +43,7 @@ async def test_no_token_drifts_and_every_logprob_is_that_of_a_forward_pass(serve
     report = await run(options)
     assert report.violations == []
     exact, merged = (report.builders[name].measured for name in (BuilderName.EXACT, BuilderName.MERGED))
+    measured(trained=exact.trained_tokens, drifted=exact.drifted_tokens, largest_dlogp=exact.max_abs_dlogp)
     assert exact.trained_tokens > 1_000
     assert exact.drifted_tokens == 0
     assert exact.max_abs_dlogp < BOUND

@@ -7,6 +7,7 @@ every other version it is not.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ FAR = 0.05
 
 
 async def test_every_token_carries_the_version_that_gave_it(
-    engine: VllmEngine, sets: list[Path], tmp_path: Path
+    engine: VllmEngine, sets: list[Path], tmp_path: Path, measured: Callable[..., None]
 ) -> None:
     gateway = Gateway(engine, qwen3(), GatewaySettings(port=0, control_port=0, data=tmp_path))
     names = [f"s{n}" for n in range(SESSIONS)]
@@ -41,7 +42,7 @@ async def test_every_token_carries_the_version_that_gave_it(
             trajectories = [await gateway.seal(name, EndReason.EXITED) for name in names]
     assert not errors, "\n".join(errors)
     found: set[int] = set()
-    torn = 0
+    torn, largest = 0, 0.0
     for trajectory in trajectories:
         assert len(trajectory.turns) == TURNS
         torn += sum(len(np.unique(turn.versions)) > 1 for turn in trajectory.turns)
@@ -49,10 +50,12 @@ async def test_every_token_carries_the_version_that_gave_it(
             versions = trace.policy_versions[trace.turn_ids >= 0]
             by_set = np.stack([distances(trace, folder) for folder in sets])
             mine = by_set[versions, np.arange(len(versions))]
-            assert mine.max() < BOUND
+            largest = max(largest, float(mine.max()))
             others = np.delete(by_set.T.ravel(), np.arange(len(versions)) * len(sets) + versions)
             # Two sets may agree on a token by chance, but not on many.
             assert np.mean(others < FAR) < 0.1
             found |= set(versions.tolist())
+    measured(turns=SESSIONS * TURNS, torn=torn, largest_dlogp=largest)
+    assert largest < BOUND
     assert found == {0, 1, 2}
     assert torn, "no turn was cut by an update"
