@@ -7,7 +7,7 @@ import pytest
 from trained import trajectory
 
 from towline.schema import SessionState, Trajectory, TurnRole
-from towline.trainers.advantages import group_advantages
+from towline.trainers.advantages import group_advantages, token_advantages
 from towline.trainers.packing import (
     Dropped,
     ExtraTracesError,
@@ -15,7 +15,6 @@ from towline.trainers.packing import (
     one_row,
     one_row_each,
     split_rows,
-    token_advantages,
 )
 
 
@@ -78,7 +77,11 @@ def test_a_session_that_sampled_nothing_gives_no_row_and_is_counted() -> None:
 def test_every_trace_of_a_session_carries_the_sessions_advantage() -> None:
     sessions = [trajectory("a", 1.0, chains=3), trajectory("b", 0.0), trajectory("c", None)]
     found = group_advantages(by_group(sessions), scale="none")
-    values = {row.trace.trace_id: token_advantages(row, found) for one in sessions for row in split_rows(one)}
+    values = {
+        row.trace.trace_id: token_advantages(row.trajectory, row.trace, found)
+        for one in sessions
+        for row in split_rows(one)
+    }
     assert values["c/0"] is None
     for name in ("a/0", "a/1", "a/2"):
         assert values[name] is not None
@@ -89,11 +92,11 @@ def test_every_trace_of_a_session_carries_the_sessions_advantage() -> None:
 def test_a_turns_reward_comes_on_top_at_its_own_tokens() -> None:
     sessions = [
         trajectory("a", 1.0, chains=2, per_turn={"a-0": 1.0, "a-1": 0.0}),
-        trajectory("b", 0.0),
+        trajectory("b", 0.0, chains=2, per_turn={"b-0": 0.0, "b-1": 0.0}),
     ]
     found = group_advantages(by_group(sessions), scale="none")
-    first, second = (token_advantages(row, found) for row in split_rows(sessions[0]))
+    first, second = (token_advantages(row.trajectory, row.trace, found) for row in split_rows(sessions[0]))
     assert first is not None
     assert second is not None
     assert first[3:].tolist() == [1.0] * 4
-    assert second[3:].tolist() == [0.0] * 4
+    assert second[3:].tolist() == [0.5] * 4

@@ -2,8 +2,8 @@
 
 The conversations are the registry's, with the very ids that the gateway would serve. Whoever speaks in them repeats one
 of the mentions at random: of a tool (among the tools, or in the question, which weighs double), of an item likewise, of
-a value (in the question, or in the result). A model warmed up so speaks the format nearly always and is right about as often as `registry.CHANCE`; being
-right is what reinforcement learning is for.
+a value (in the question, or in the result). A model warmed up so speaks the format nearly always and is right about as
+often as `registry.CHANCE`; being right is what reinforcement learning is for.
 
 Since it is known what each random choice was drawn from, the steps learn that whole distribution rather than the one
 draw: the same aim as with more conversations, without their noise. So what stands in a conversation need not be what is

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from towline.schema import Trajectory
+from towline.schema import Trace, Trajectory
 
 Scale = Literal["std", "none"]
+Values = npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -71,6 +73,23 @@ def group_advantages(
         if per_turn:
             found.turns |= _turn_advantages(per_turn, scale, turn_weight)
     return found
+
+
+def token_advantages(trajectory: Trajectory, trace: Trace, advantages: Advantages) -> Values | None:
+    """The advantage of every token of one of the trajectory's rows, 0 where nothing is trained; `None` if its session has
+    none.
+
+    All rows of a session carry the session's advantage, and each token its turn's on top of it, where turns have rewards.
+    """
+    base = advantages.sessions.get(trajectory.session_id)
+    if base is None:
+        return None
+    extra = advantages.turns.get(trajectory.session_id, {})
+    by_index = {turn.index: extra.get(turn.id, 0.0) for turn in trajectory.turns}
+    trained = trace.loss_mask == 1
+    values = np.zeros(len(trace.token_ids), np.float32)
+    values[trained] = base + np.array([by_index.get(int(index), 0.0) for index in trace.turn_ids[trained]], np.float32)
+    return values
 
 
 def turn_rewards(trajectory: Trajectory) -> list[tuple[str, float]]:

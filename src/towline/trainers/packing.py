@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from towline.errors import ConfigError, TowlineError
 from towline.schema import Trace, Trajectory, TurnRole
-from towline.trainers.advantages import Advantages
 
 ExtraTraces = Literal["error", "main_only"]
 
@@ -178,20 +177,3 @@ def by_group(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
     return groups
-
-
-def token_advantages(row: SplitRow, advantages: Advantages) -> npt.NDArray[np.float32] | None:
-    """The advantage of every token of the row, 0 where nothing is trained; `None` if its session has none.
-
-    All rows of a session carry the session's advantage, and each token its turn's on top of it, where turns have rewards.
-    """
-    base = advantages.sessions.get(row.session_id)
-    if base is None:
-        return None
-    extra: Mapping[str, float] = advantages.turns.get(row.session_id, {})
-    by_index = {turn.index: extra.get(turn.id, 0.0) for turn in row.trajectory.turns}
-    trained = row.trace.loss_mask == 1
-    values = np.zeros(len(row.trace.token_ids), np.float32)
-    own: Sequence[float] = [by_index.get(int(index), 0.0) for index in row.trace.turn_ids[trained]]
-    values[trained] = base + np.array(own, np.float32)
-    return values

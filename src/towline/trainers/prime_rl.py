@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towline.schema import Trajectory
-from towline.trainers.advantages import Advantages, Scale, group_advantages
+from towline.trainers.advantages import Advantages, Scale, group_advantages, token_advantages
 from towline.trainers.groups import why_not
-from towline.trainers.packing import by_group, split_rows, token_advantages
+from towline.trainers.packing import by_group, split_rows
 
 
 def training_samples(
@@ -28,7 +28,7 @@ def training_samples(
 def _samples(trajectory: Trajectory, advantages: Advantages, env_name: str) -> list[dict[str, Any]]:
     made = []
     for index, row in enumerate(split_rows(trajectory)):
-        values = token_advantages(row, advantages)
+        values = token_advantages(row.trajectory, row.trace, advantages)
         if values is None:
             continue
         trace = row.trace

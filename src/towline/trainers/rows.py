@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from towline.schema import Trace, Trajectory
-from towline.trainers.advantages import Advantages
+from towline.trainers.advantages import Advantages, token_advantages
 
 
 @dataclass(slots=True)
@@ -55,19 +55,10 @@ def rows_of(trajectories: Sequence[Trajectory], advantages: Advantages) -> list[
     """Every trace of every session that has an advantage."""
     rows = []
     for trajectory in trajectories:
-        base = advantages.sessions.get(trajectory.session_id)
-        if base is None:
-            continue
-        extra = advantages.turns.get(trajectory.session_id, {})
-        by_index = {turn.index: extra.get(turn.id, 0.0) for turn in trajectory.turns}
         for trace in trajectory.traces:
-            trained = trace.loss_mask == 1
-            if not trained.any():
-                continue
-            values = np.zeros(len(trace.token_ids), np.float32)
-            own = np.array([by_index.get(int(index), 0.0) for index in trace.turn_ids[trained]], np.float32)
-            values[trained] = base + own
-            rows.append(Row(trace, trajectory.session_id, values))
+            values = token_advantages(trajectory, trace, advantages)
+            if values is not None and trace.trained_tokens:
+                rows.append(Row(trace, trajectory.session_id, values))
     return rows
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from towline.schema import Trajectory
-from towline.trainers.advantages import Advantages, Scale, group_advantages
-from towline.trainers.packing import SplitRow, check_temperature, split_rows, token_advantages
+from towline.trainers.advantages import Advantages, Scale, group_advantages, token_advantages
+from towline.trainers.packing import SplitRow, check_temperature, split_rows
 
 if TYPE_CHECKING:
     from tinker import Datum
@@ -33,7 +33,7 @@ def datums(
     for group in groups.values():
         for trajectory in group:
             for row in split_rows(trajectory):
-                values = token_advantages(row, advantages)
+                values = token_advantages(trajectory, row.trace, advantages)
                 if values is not None:
                     made.append(datum(row, values))
     return made, advantages
