@@ -286,7 +286,8 @@ class Settings(_Section):
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+    """Without what is `None`, at any depth."""
+    return {name: _given(v) if isinstance(v, dict) else v for name, v in fields.items() if v is not None}
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:

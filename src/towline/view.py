@@ -238,6 +238,8 @@ def _turn_label(turn: Turn, numbers: dict[str, int], *, detached: bool) -> Text:
         add("forced close", "not bold yellow")
     if not turn.delivered:
         add("not delivered", "not bold yellow")
+    if turn.untrained:
+        add(f"not trained: {turn.untrained}" + (f" ({turn.engine})" if turn.engine else ""))
     for flag in turn.flags:
         add(flag, "not bold yellow")
     return text

@@ -47,6 +47,10 @@ FORKS = {
 }
 
 
+# The audit that most of these look at takes minutes, more on a busy machine.
+pytestmark = pytest.mark.timeout(1500)
+
+
 def audit(out: Path, **options: Any) -> AuditReport:
     return asyncio.run(run(AuditOptions(out, threads=1, **options)))
 

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from towline.schema import ContextPolicy
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 ModelFolder = Annotated[
     Path | None,
@@ -39,6 +41,12 @@ Upstream = Annotated[
 UpstreamModel = Annotated[str | None, typer.Option(help="The model's name at that server.")]
 Config = Annotated[Path | None, typer.Option(help="Settings file. Default ./towline.toml if it is there.")]
 Temperature = Annotated[float | None, typer.Option(help="Temperature of every turn, whatever a harness asks.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest turn, in tokens.", min=1)]
+
+
+def session(policy: ContextPolicy | None, temperature: float | None, max_tokens: int | None) -> dict[str, Any]:
+    """The `session` section that the options of a command make."""
+    return {"policy": policy, "sampling": {"temperature": temperature, "max_tokens": max_tokens}}
 
 
 def plain(text: str) -> str:

@@ -47,6 +47,7 @@ def evaluate(
     upstream_model: common.UpstreamModel = None,
     policy: work.Policy = None,
     temperature: common.Temperature = None,
+    max_tokens: common.MaxTokens = None,
     config: common.Config = None,
     as_json: common.Json = False,
 ) -> None:
@@ -79,6 +80,7 @@ def evaluate(
         upstream_model=upstream_model,
         policy=policy,
         temperature=temperature,
+        max_tokens=max_tokens,
         sandbox=sandbox,
         concurrency=concurrency,
         seconds=seconds,

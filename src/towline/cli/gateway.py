@@ -38,6 +38,7 @@ def gateway(
     ] = None,
     policy: Annotated[ContextPolicy | None, typer.Option(help="Context policy of new sessions.")] = None,
     temperature: common.Temperature = None,
+    max_tokens: common.MaxTokens = None,
     template: Annotated[Path | None, typer.Option(help="Chat template to use instead of the folder's own.")] = None,
     renderer: Annotated[str | None, typer.Option(help="`auto`, `sentinel`, or a family of `renderers`.")] = None,
     config: common.Config = None,
@@ -49,7 +50,7 @@ def gateway(
     The control key is taken from `TOWLINE_CONTROL_KEY`, else made anew and written to `control.key` in the data folder.
     """
     console = common.console(as_json)
-    session = {"policy": policy, "sampling": {"temperature": temperature} if temperature is not None else None}
+    session = common.session(policy, temperature, max_tokens)
     settings = Settings.load(
         config,
         gateway={

@@ -46,6 +46,7 @@ def generate(
     upstream_model: common.UpstreamModel = None,
     policy: work.Policy = None,
     temperature: common.Temperature = None,
+    max_tokens: common.MaxTokens = None,
     config: common.Config = None,
     as_json: common.Json = False,
 ) -> None:
@@ -69,6 +70,7 @@ def generate(
         upstream_model=upstream_model,
         policy=policy,
         temperature=temperature,
+        max_tokens=max_tokens,
         sandbox=sandbox,
         concurrency=concurrency,
         seconds=seconds,

@@ -61,7 +61,7 @@ def make_ready(tasks: Sequence[Task], settings: Settings, console: Console) -> N
     if any(task.harness == UNNAMED for task in tasks):
         raise ConfigError("say which --harness to run (see `towline harness list`)")
     for task in tasks:
-        for field, reason in problems(task, settings.session):
+        for field, reason in problems(task, settings.session, settings.engines):
             raise ConfigError(f"task {task.task_id}: {field}: {reason}")
     cache = settings.node.cache
     installs = Installs(cache / "harnesses" if cache is not None else None)

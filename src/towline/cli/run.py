@@ -64,6 +64,7 @@ def run(
     upstream_model: common.UpstreamModel = None,
     policy: Annotated[ContextPolicy | None, typer.Option(help="Context policy of the sessions.")] = None,
     temperature: common.Temperature = None,
+    max_tokens: common.MaxTokens = None,
     config: common.Config = None,
     as_json: common.Json = False,
 ) -> None:
@@ -81,7 +82,7 @@ def run(
         gateway={"port": 0, "control_port": 0, "data": out},
         model={"folder": model},
         engine=engines.given(engine or ("scripted" if oracle else None), upstream, upstream_model),
-        session={"policy": policy, "sampling": {"temperature": temperature} if temperature is not None else None},
+        session=common.session(policy, temperature, max_tokens),
         node={
             "sandbox": sandbox,
             "run_workers": concurrency,

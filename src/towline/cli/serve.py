@@ -42,6 +42,7 @@ def serve(
     concurrency: Annotated[int | None, typer.Option(help="Sessions that run at the same time.", min=1)] = None,
     policy: Annotated[ContextPolicy | None, typer.Option(help="Context policy of the sessions.")] = None,
     temperature: common.Temperature = None,
+    max_tokens: common.MaxTokens = None,
     config: common.Config = None,
     as_json: common.Json = False,
 ) -> None:
@@ -58,7 +59,7 @@ def serve(
         server={"host": host, "port": port, "data": data},
         model={"folder": model},
         engine=engines.given(engine, upstream, upstream_model),
-        session={"policy": policy, "sampling": {"temperature": temperature} if temperature is not None else None},
+        session=common.session(policy, temperature, max_tokens),
         node={"sandbox": sandbox, "run_workers": concurrency},
     )
     common.log(console)

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from towline.cli import engines
+from towline.cli import common, engines
 from towline.cli.run import Progressing
 from towline.config import Settings
 from towline.errors import TowlineError
@@ -50,6 +50,7 @@ def settings_of(
     upstream_model: str | None,
     policy: ContextPolicy | None,
     temperature: float | None,
+    max_tokens: int | None,
     sandbox: SandboxKind | None,
     concurrency: int | None,
     seconds: float | None,
@@ -61,7 +62,7 @@ def settings_of(
         gateway={"port": 0, "control_port": 0, "data": out, "journal": "none"},
         model={"folder": model},
         engine=engines.given(engine, upstream, upstream_model),
-        session={"policy": policy, "sampling": {"temperature": temperature} if temperature is not None else None},
+        session=common.session(policy, temperature, max_tokens),
         node={
             "sandbox": sandbox,
             "run_workers": concurrency,

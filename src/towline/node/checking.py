@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,17 @@ from towline.errors import ConfigError
 from towline.evaluators.registry import make_evaluator
 from towline.harnesses.base import Harness, Place
 from towline.harnesses.registry import find_harness
-from towline.schema import Network, SandboxKind, Task
+from towline.schema import POLICY, Network, SandboxKind, Task
 
 _ON_THE_NODE = ("harbor", "python")
 """Evaluators that read the node's files or run in its process."""
 
 
-def problems(task: Task, defaults: SessionSettings) -> Iterator[tuple[str, str]]:
-    """Fields at fault, each with the reason. Looks at the node's own machine for what a task names there."""
+def problems(task: Task, defaults: SessionSettings, engines: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Fields at fault, each with the reason. Looks at the node's own machine for what a task names there.
+
+    `engines` are the names of those that the gateway has besides the policy.
+    """
     try:
         harness = find_harness(task.harness)
     except ConfigError as error:
@@ -28,7 +31,7 @@ def problems(task: Task, defaults: SessionSettings) -> Iterator[tuple[str, str]]
         return
     yield from _options(harness, task)
     yield from _evaluator(task)
-    yield from _settings({**harness.settings, **task.settings}, defaults)
+    yield from _settings({**harness.settings, **task.settings}, defaults, engines)
     environment = task.environment
     for index, file in enumerate(environment.files):
         if file.source is not None and not Path(file.source).exists():
@@ -60,12 +63,21 @@ def _evaluator(task: Task) -> Iterator[tuple[str, str]]:
         yield "evaluator", f"it cannot be made: {error}"
 
 
-def _settings(given: Mapping[str, Any], defaults: SessionSettings) -> Iterator[tuple[str, str]]:
+def _settings(
+    given: Mapping[str, Any], defaults: SessionSettings, engines: Collection[str]
+) -> Iterator[tuple[str, str]]:
     try:
-        SessionSettings.model_validate(_over(defaults.model_dump(mode="json"), given))
+        settings = SessionSettings.model_validate(_over(defaults.model_dump(mode="json"), given))
     except ValidationError as error:
         for problem in error.errors():
             yield ".".join(("settings", *map(str, problem["loc"]))), problem["msg"]
+        return
+    for pattern, name in settings.models.items():
+        if name not in (POLICY, *engines):
+            yield (
+                f"settings.models.{pattern}",
+                f"there is no engine {name!r}; there are: {', '.join((POLICY, *engines))}",
+            )
 
 
 def _over(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

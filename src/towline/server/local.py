@@ -46,7 +46,9 @@ class NodeRunner:
     # Tasks
 
     def check(self, task: Task) -> None:
-        for field, reason in problems(task, self.node.gateway.defaults):
+        for field, reason in problems(
+            task, self.node.gateway.defaults, [lane.name for lane in self.node.gateway.lanes if not lane.trained]
+        ):
             raise InvalidTask(field, reason)
 
     def reaches(self, task: Task) -> list[str]:
