@@ -257,9 +257,10 @@ async def test_an_update_cuts_turns_and_each_token_has_its_version(weights: Path
         server.calls.clear()
         turn = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 10, id="one")))
         await arrived(engine, 3)
-        server.gate.set()
-        await engine.update_weights(weights / "1", 1)
+        updating = asyncio.create_task(engine.update_weights(weights / "1", 1))
         first = await turn
+        server.gate.set()
+        await updating
         assert (first.finish, first.versions.tolist()) == (Finish.ABORT, [0, 0, 0])
         await engine.ready()
         prompt = np.concatenate([PROMPT, first.ids])
