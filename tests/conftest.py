@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Generator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -26,6 +30,55 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("thorough", hypothesis.settings.get_profile("ci"), max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+_AGAIN = 60.0
+"""Seconds after which a test that its time limit did not end is interrupted once more."""
+_RUNS = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> Generator[None, Any, Any]:
+    """Let the alarm of a test's time limit ring again and again while the test runs.
+
+    What the alarm raises is swallowed by asyncio if it comes while any other task than the test's own is at work. With a
+    single ring such a test would wait on for ever.
+    """
+    done = yield
+    ring = signal.getsignal(signal.SIGALRM)
+    if settings.method == "signal" and callable(ring):
+
+        def alarm(number: int, frame: FrameType | None) -> None:
+            # Never while pytest itself is at work, on the report above all.
+            if item.stash.get(_RUNS, False):
+                ring(number, frame)
+
+        signal.signal(signal.SIGALRM, alarm)
+        signal.setitimer(signal.ITIMER_REAL, settings.timeout, _AGAIN)
+    return done
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _running(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _running(item))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    return (yield from _running(item))
+
+
+def _running(item: pytest.Item) -> Generator[None, Any, Any]:
+    item.stash[_RUNS] = True
+    try:
+        return (yield)
+    finally:
+        item.stash[_RUNS] = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
