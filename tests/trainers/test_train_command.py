@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from towline import tiny
+from towline.demo import AGENT
+from towline.tiny.tasks import training_task
 from towline.trainers import metrics
 
 
@@ -42,3 +44,30 @@ def test_it_learns_checkpoints_and_goes_on(tmp_path: Path) -> None:
         assert line["worst_logprob"] < 1e-3
     assert (out / "curves.png").stat().st_size > 1000
     assert (out / "weights" / "v2" / "model.safetensors").is_file()
+
+
+def test_a_run_whose_sessions_all_fail_says_why_and_can_go_on(tmp_path: Path) -> None:
+    model = tiny.create(tmp_path / "model", steps=20)
+    out, tasks = tmp_path / "run", tmp_path / "tasks.jsonl"
+    made = training_task(0, AGENT, samples=2)
+    broken = made.model_copy(update={"environment": made.environment.model_copy(update={"setup": ["exit 3"]})})
+    tasks.write_text(broken.model_dump_json() + "\n")
+    command = ["train", str(tasks), "--model", str(model), "--out", str(out), "--steps", "1"]
+    command += ["--groups", "1", "--samples", "2", "--json"]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "towline", *command], capture_output=True, text=True, timeout=250, env=os.environ
+        )
+
+    failed = run()
+    assert failed.returncode == 1
+    assert "groups in a row had too few sessions to learn from" in failed.stderr
+    assert "set-up command" in failed.stderr
+    # Mended, the run goes on; it waits for none of those that failed.
+    tasks.write_text(made.model_dump_json() + "\n")
+    done = run()
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = json.loads(done.stdout)["last"]
+    assert (last["version"], last["sessions_used"]) == (1, 2)
+    assert last["incomplete_groups"] >= 4

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from towline.cli import common, engines
 from towline.cli.loading import load_tasks
@@ -19,7 +18,7 @@ from towline.errors import ConfigError
 from towline.schema import SandboxKind, Task
 
 if TYPE_CHECKING:
-    from towline.trainers.run import Measured, Run
+    from towline.trainers import metrics
 
 
 def train(
@@ -56,7 +55,7 @@ def train(
     permute: Annotated[bool, typer.Option("--permute", help="A control: shuffle rewards within each group.")] = False,
     sandbox: Annotated[SandboxKind | None, typer.Option(help="Where tasks run that do not say.")] = None,
     concurrency: Annotated[int, typer.Option(help="Sessions that run at the same time.", min=1)] = 16,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files too.")] = False,
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard files beside the JSONL.")] = True,
     wandb: Annotated[str, typer.Option(help="A Weights & Biases project to log to.")] = "",
     held_out: Annotated[int, typer.Option(help="Held-out questions of `--registry` to measure on.", min=1)] = 64,
     seed: int = 0,
@@ -71,6 +70,7 @@ def train(
     from towline.trainers import metrics
     from towline.trainers.grpo import Grpo, GrpoSettings
     from towline.trainers.learner import Learner, LearnerSettings
+    from towline.trainers.live import LiveView
     from towline.trainers.loss import LossSettings
     from towline.trainers.run import Run
 
@@ -85,11 +85,7 @@ def train(
     torch.set_num_threads(1)
     settings = LearnerSettings(rate=rate, updates=updates, loss=LossSettings(entropy=entropy, kl=kl))
     learner = Learner(folder, settings, reference=kl > 0, seed=seed)
-    sinks: list[metrics.Sink] = []
-    if tensorboard:
-        sinks.append(metrics.TensorBoard(out / "tensorboard"))
-    if wandb:
-        sinks.append(metrics.WeightsAndBiases(wandb, out.name, {"steps": steps, "groups": groups, "samples": samples}))
+    sinks = _sinks(out, tensorboard, wandb, {"steps": steps, "groups": groups, "samples": samples}, console)
     written = metrics.Metrics(out, *sinks)
     with contextlib.ExitStack() as stack:
         stack.callback(written.close)
@@ -106,7 +102,9 @@ def train(
             seed=seed,
         )
         whole = Run(Grpo(client, learner, source, out, run), written, rate, measured, frozenset({steps // 2}))
-        _run(whole, console)
+        shown = stack.enter_context(LiveView(console, steps))
+        shown.attach(whole)
+        whole.run()
     _conclude(out, whole.as_json(), console, as_json)
 
 
@@ -155,24 +153,19 @@ def _service(
     return own_service(folder, out, chosen)
 
 
-def _run(run: Run, console: Console) -> None:
-    """All steps, with the success on held-out tasks before, in the middle and after."""
-    with _bar(console, run.trainer.settings.steps) as show:
+def _sinks(out: Path, tensorboard: bool, wandb: str, config: dict[str, Any], console: Console) -> list[metrics.Sink]:
+    """Where figures go besides the JSONL. TensorBoard's package may be missing; what was asked for by name may not."""
+    from towline.trainers import metrics
 
-        def measured(found: Measured) -> None:
-            console.print(f"  held out, after {found.sessions:,} sessions: {found.success:.1%}", highlight=False)
-
-        run.stepped = lambda step: show(step.update.version, step.line())
-        run.measured = measured
-        run.run()
-
-
-@contextlib.contextmanager
-def _bar(console: Console, total: int) -> Iterator[Callable[[int, str], None]]:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("starting", total=total)
-        yield lambda done, what: progress.update(bar, completed=done, description=what)
+    sinks: list[metrics.Sink] = []
+    if tensorboard:
+        try:
+            sinks.append(metrics.TensorBoard(out / "tensorboard"))
+        except ConfigError as error:
+            console.print(f"[yellow]no TensorBoard files:[/] {common.plain(str(error))}", highlight=False)
+    if wandb:
+        sinks.append(metrics.WeightsAndBiases(wandb, out.name, config))
+    return sinks
 
 
 def _conclude(out: Path, told: dict[str, Any], console: Console, as_json: bool) -> None:

@@ -44,7 +44,8 @@ async def run(
     problems: list[str] = found.pop("problems")
     if training is not None:
         console.rule("learning" if not training.permute else "the control: rewards dealt out at random")
-        learned = await asyncio.to_thread(train, console, served, folder / f"seed-{seed}", training, seed)
+        place = folder / (f"control-{seed}" if training.permute else f"seed-{seed}")
+        learned = await asyncio.to_thread(train, console, served, place, training, seed)
         problems += learned.pop("problems")
         found["training"] = learned
     if as_json:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from towline.client import Client
@@ -21,17 +20,16 @@ from towline.demo.agent import AGENT
 from towline.demo.session import BOUND, recompute
 from towline.tiny.tasks import held_out_tasks, training_task
 from towline.trainers.curves import draw
-from towline.trainers.grpo import Grpo, GrpoSettings, Step
-from towline.trainers.learner import Learner, LearnerSettings
+from towline.trainers.grpo import Grpo, GrpoSettings
+from towline.trainers.learner import OWN_BOUND, Learner, LearnerSettings
+from towline.trainers.live import LiveView
 from towline.trainers.loss import LossSettings
 from towline.trainers.metrics import Metrics, read
-from towline.trainers.run import Measured, Run
+from towline.trainers.run import Run
 from towline.trainers.service import own_service
 
 HELD_OUT = 64
 """Questions about pairs that no training task asks for."""
-OWN_BOUND = 1e-3
-"""Largest |learner - recorded| logprob of a token that the learner's own weights sampled, in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,8 @@ def train(console: Console, model: Path, folder: Path, training: Training, seed:
         "the example agent in a sandbox of its own. Rollouts go on while the learner learns.",
         highlight=False,
     )
-    with own_service(model, folder, options) as url, Client(url) as client, _Progress(console, training.steps) as shown:
+    shown = LiveView(console, training.steps, "held-out questions")
+    with own_service(model, folder, options) as url, Client(url) as client, shown:
         run = Run(
             Grpo(
                 client,
@@ -80,42 +79,12 @@ def train(console: Console, model: Path, folder: Path, training: Training, seed:
             training.rate,
             held_out_tasks(AGENT, HELD_OUT),
             frozenset({training.steps // 3, 2 * training.steps // 3}),
-            stepped=shown.stepped,
-            measured=shown.measured,
         )
+        shown.attach(run)
         run.run()
     metrics.close()
     worst = recompute(folder / "weights" / f"v{training.steps}", run.played)
     return _conclude(console, folder, run, worst)
-
-
-class _Progress:
-    """A bar over the updates, and a line for each measurement."""
-
-    def __init__(self, console: Console, steps: int):
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
-        self._console = console
-        self._bar = Progress(*columns, console=console, transient=True)
-        self._task = self._bar.add_task("measuring on held-out questions", total=steps)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def stepped(self, step: Step) -> None:
-        self._bar.update(self._task, completed=step.update.version, description=step.line())
-
-    def measured(self, found: Measured) -> None:
-        text = f"after {found.sessions:>5,} sessions: {found.success:.1%} of {HELD_OUT} held-out questions right"
-        self._console.print(text, highlight=False)
 
 
 def _conclude(console: Console, folder: Path, run: Run, worst: float) -> dict[str, Any]:

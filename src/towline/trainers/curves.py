@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from towline.errors import ConfigError
+from towline.trainers.learner import OWN_BOUND
 
 
 def draw(lines: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> None:
@@ -20,19 +21,28 @@ def draw(lines: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Non
         raise ConfigError("matplotlib is not installed: pip install 'towline[train]'") from error
     steps = [line for line in lines if "mean_reward" in line]
     held_out = [line for line in lines if "success" in line]
-    figure, axes = pyplot.subplots(3, 1, figsize=(7, 8), sharex=True, constrained_layout=True)
-    axes[0].plot([s["sessions_used"] for s in steps], [s["mean_reward"] for s in steps], label="reward in training")
+    figure, (success, exploring, exact) = pyplot.subplots(3, 1, figsize=(7, 8), sharex=True, constrained_layout=True)
+
+    def plot(axes: Any, name: str, label: str, of: Sequence[Mapping[str, Any]] = steps, **style: Any) -> None:
+        axes.plot([line["sessions_used"] for line in of], [line[name] for line in of], label=label, **style)
+
+    plot(success, "mean_reward", "reward in training")
     if held_out:
-        xs, ys = [s["sessions_used"] for s in held_out], [s["success"] for s in held_out]
-        axes[0].plot(xs, ys, "o-", label="success on held-out tasks")
-    axes[0].set_ylim(-0.02, 1.02)
-    axes[0].legend(loc="lower right")
-    axes[1].plot([s["sessions_used"] for s in steps], [s["entropy"] for s in steps], label="entropy")
-    axes[1].plot([s["sessions_used"] for s in steps], [s["staleness"] for s in steps], label="staleness, versions")
-    axes[1].legend(loc="upper right")
-    axes[2].semilogy([s["sessions_used"] for s in steps], [max(s["worst_logprob"], 1e-9) for s in steps])
-    axes[2].set_ylabel("max |learner - recorded| logprob")
-    axes[2].set_xlabel("sessions")
+        plot(success, "success", "success on held-out tasks", held_out, marker="o")
+    low, high = success.get_ylim()
+    success.set_ylim(min(low, -0.02), max(high, 1.02))
+    success.legend(loc="lower right")
+    plot(exploring, "entropy", "entropy, nats a token")
+    plot(exploring, "staleness", "staleness, versions")
+    exploring.set_ylim(bottom=0.0, top=max(0.1, 1.35 * exploring.get_ylim()[1]))
+    exploring.legend(loc="upper right", ncols=2)
+    exact.set_yscale("log")
+    plot(exact, "worst_logprob", "max |learner - recorded| logprob, same weights")
+    plot(exact, "mismatch_kl", "mismatch KL a token, older weights included")
+    exact.axhline(OWN_BOUND, color="grey", linestyle="--", linewidth=1, label=f"bound of the former, {OWN_BOUND:g}")
+    exact.set_ylim(top=max(1.0, exact.get_ylim()[1]) * 100)
+    exact.legend(loc="upper right")
+    exact.set_xlabel("sessions")
     if title:
         figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,18 +16,31 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from towline.client import Client
 from towline.crashpoints import crash_point
+from towline.errors import TowlineError
 from towline.schema import Reward, Stale, Task, Trajectory, Unit
 from towline.trainers.advantages import turn_rewards
 from towline.trainers.learner import Learner, Update
+
+_PATIENCE = 4
+"""Fewest groups in a row that have to fail before a run gives up."""
+
+
+class NothingToLearn(TowlineError):
+    """One group after the other failed: something is wrong with the tasks or with the machinery."""
+
+    def __init__(self, groups: int, reasons: Counter[str]):
+        told = "; ".join(f"{reason} ({count} sessions)" for reason, count in reasons.most_common(3))
+        super().__init__(f"{groups} groups in a row had too few sessions to learn from: {told}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,8 @@ class Step:
     """Sessions that the run has used so far."""
     dropped: int
     """Groups that were too old, so far."""
+    incomplete: int
+    """Groups with too few sessions that can be learned from, so far; others took their place."""
     used: list[str]
     """Ids of the results that this update is done with."""
 
@@ -74,6 +89,7 @@ class Step:
             "pushed": self.pushed,
             "sessions_used": self.sessions,
             "dropped_groups": self.dropped,
+            "incomplete_groups": self.incomplete,
             "used": self.used,
         }
 
@@ -83,6 +99,7 @@ class Step:
         return (
             f"reward {update.mean_reward:.2f}  entropy {update.entropy:.3f}  stale {update.staleness:.1f}  "
             f"max |Δlogp| {update.worst_logprob:.0e}  {self.sessions:,} sessions"
+            + (f", {self.incomplete} groups failed" if self.incomplete else "")
         )
 
 
@@ -94,12 +111,16 @@ class Grpo:
     """The n-th task of the run; the same n, the same task, but for its id."""
     folder: Path
     settings: GrpoSettings
-    told: Callable[[Step], None] | None = None
+    doing: Callable[[str], None] = lambda what: None
+    """Told what it is at, for a person to read."""
     submitted: int = 0
     consumed: int = 0
     dropped: int = 0
+    incomplete: int = 0
     sessions: int = 0
     _used: set[str] = field(default_factory=set)
+    _failed: list[str] = field(default_factory=list)
+    """Tasks whose groups are incomplete, since the last that was not."""
 
     def run(self) -> None:
         """Learn until the settings' steps are done, from the checkpoint if there is one."""
@@ -112,7 +133,8 @@ class Grpo:
         extra = self.learner.resume(self.folder / "checkpoint")
         if extra is not None:
             self.submitted, self.consumed = extra["submitted"], extra["consumed"]
-            self.dropped, self.sessions = extra["dropped"], extra["sessions"]
+            self.dropped, self.incomplete = extra["dropped"], extra["incomplete"]
+            self.sessions = extra["sessions"]
             self._used = set(extra["used"])
             if self._used:
                 self.client.ack(self.settings.run, sorted(self._used))
@@ -125,9 +147,21 @@ class Grpo:
         self._submit()
         groups, used = self._collect()
         came = time.perf_counter()
+        self.doing("learning")
         update = self.learner.update(self._shuffled(groups) if self.settings.permute else groups)
         self.consumed += len(groups)
         self.sessions += sum(len(group) for group in groups.values())
+        self._checkpoint(used)
+        learned = time.perf_counter()
+        crash_point("trainer.before_ack")
+        self.client.ack(self.settings.run, used)
+        crash_point("trainer.before_push")
+        self._push()
+        pushed = time.perf_counter()
+        seconds = (came - began, learned - came, pushed - learned)
+        return Step(update, *seconds, self.sessions, self.dropped, self.incomplete, used)
+
+    def _checkpoint(self, used: Sequence[str]) -> None:
         self._used = set(used)
         self.learner.checkpoint(
             self.folder / "checkpoint",
@@ -135,27 +169,18 @@ class Grpo:
                 "submitted": self.submitted,
                 "consumed": self.consumed,
                 "dropped": self.dropped,
+                "incomplete": self.incomplete,
                 "sessions": self.sessions,
-                "used": used,
+                "used": list(used),
             },
         )
-        learned = time.perf_counter()
-        crash_point("trainer.before_ack")
-        self.client.ack(self.settings.run, used)
-        crash_point("trainer.before_push")
-        self._push()
-        pushed = time.perf_counter()
-        step = Step(update, came - began, learned - came, pushed - learned, self.sessions, self.dropped, used)
-        if self.told is not None:
-            self.told(step)
-        return step
 
     def _submit(self) -> None:
         """Keep enough groups under way, but none that no update will need."""
         settings = self.settings
         wanted = settings.groups * (1 if settings.synchronous else 1 + settings.ahead)
         needed = settings.groups * (settings.steps - self.learner.version)
-        count = min(wanted, needed) - (self.submitted - self.consumed - self.dropped)
+        count = min(wanted, needed) - (self.submitted - self.consumed - self.dropped - self.incomplete)
         if count > 0:
             numbers = range(self.submitted, self.submitted + count)
             self.client.submit([self._named(self.tasks(n), f"{settings.run}/{n:06d}") for n in numbers])
@@ -166,11 +191,14 @@ class Grpo:
         return task.model_copy(update={"task_id": task_id})
 
     def _collect(self) -> tuple[dict[str, list[Trajectory]], list[str]]:
-        """Enough groups for an update, by task, and the ids of all results that are done with: those, and old ones."""
+        """Enough groups for an update, by task, and the ids of all results that are done with: those, old ones, and
+        incomplete ones."""
         settings = self.settings
         groups: dict[str, list[Trajectory]] = {}
         used: list[str] = []
+        passed: list[str] = []
         while len(groups) < settings.groups:
+            self.doing(f"waiting for sessions: {len(groups)} of {settings.groups} groups are there")
             stream = self.client.results(
                 settings.run,
                 Unit.GROUP,
@@ -189,12 +217,32 @@ class Grpo:
                     self.client.ack(settings.run, [delivered.result_id])
                     continue
                 used.append(delivered.result_id)
+                if not delivered.sessions:
+                    self.incomplete += 1
+                    self._failed.append(delivered.task_id)
+                    passed.append(delivered.result_id)
+                    continue
+                self._failed.clear()
                 if any(session.stale for session in delivered.sessions):
                     self.dropped += 1
+                    passed.append(delivered.result_id)
                     continue
                 groups[delivered.task_id] = delivered.trajectories
+                self.doing(f"waiting for sessions: {len(groups)} of {settings.groups} groups are there")
+            if len(self._failed) >= max(_PATIENCE, 2 * settings.groups):
+                self._give_up(passed)
             self._submit()
         return groups, used
+
+    def _give_up(self, passed: Sequence[str]) -> NoReturn:
+        """Say why groups fail. Those are done with, so that a run that is taken up again does not begin with them."""
+        self._checkpoint(passed)
+        self.client.ack(self.settings.run, passed)
+        reasons: Counter[str] = Counter()
+        for task_id in self._failed[-_PATIENCE:]:
+            for session in self.client.task(task_id).sessions:
+                reasons[session.error or f"a session was {session.state} and has no score"] += 1
+        raise NothingToLearn(len(self._failed), reasons)
 
     def _shuffled(self, groups: dict[str, list[Trajectory]]) -> dict[str, list[Trajectory]]:
         chance = np.random.default_rng([self.settings.seed, self.learner.version])

@@ -25,6 +25,8 @@ from towline.trainers.loss import LossSettings, policy_loss, token_logprobs
 from towline.trainers.rows import Batch, Row, batches, rows_of
 
 _STATE = "learner.pt"
+OWN_BOUND = 1e-3
+"""Largest |learner - recorded| logprob of a token that the learner's own weights sampled, in float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,10 +51,11 @@ def read(folder: Path) -> list[dict[str, Any]]:
 class TensorBoard:
     def __init__(self, folder: Path):
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            from tensorboardX import SummaryWriter
         except ImportError as error:
-            raise ConfigError("TensorBoard is not installed: pip install tensorboard") from error
-        self._writer = SummaryWriter(str(folder))
+            raise ConfigError("tensorboardX is not installed: pip install 'towline[train]'") from error
+        # Files are named by the second; a run that is taken up at once must not write over what it had.
+        self._writer = SummaryWriter(str(folder), filename_suffix=f".{time.time_ns()}")
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():

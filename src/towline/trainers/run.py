@@ -22,9 +22,11 @@ class Measured:
     sessions: int
     """Sessions that had been learned from."""
     success: float
+    tasks: int
+    """How many there were."""
 
     def as_json(self) -> dict[str, float]:
-        return {"step": self.step, "sessions_used": self.sessions, "success": self.success}
+        return {"step": self.step, "sessions_used": self.sessions, "success": self.success, "tasks": self.tasks}
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Run:
     held_out: Sequence[Task] = ()
     measure_at: frozenset[int] = frozenset()
     """Steps after which to measure, besides the start and the end."""
+    doing: Callable[[str], None] = lambda what: None
     stepped: Callable[[Step], None] = lambda step: None
     measured: Callable[[Measured], None] = lambda measured: None
     measurements: list[Measured] = field(default_factory=list)
@@ -47,6 +50,7 @@ class Run:
         """All steps that are left to do."""
         trainer = self.trainer
         steps = trainer.settings.steps
+        trainer.doing = self.doing
         trainer.start()
         self._measure()
         while trainer.learner.version < steps:
@@ -65,9 +69,10 @@ class Run:
             return
         trainer = self.trainer
         version = trainer.learner.version
+        self.doing(f"measuring on {len(self.held_out)} held-out tasks")
         self.played = play(trainer.client, self.held_out, f"{trainer.settings.run}-success-v{version}")
         value = mean_reward(self.played)
-        found = Measured(version, trainer.sessions, value)
+        found = Measured(version, trainer.sessions, value, len(self.held_out))
         self.measurements.append(found)
         self.metrics.write(version, {"sessions_used": found.sessions, "success": value})
         self.measured(found)
