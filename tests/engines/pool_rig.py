@@ -26,17 +26,27 @@ END = 1
 """The id that ends a turn; sampled ids begin at 1000."""
 
 
+_LONGEST = 100_000.0
+"""Virtual seconds, and rounds at one moment, after which a simulation is held to go on for ever."""
+
+
 class _Clock(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
     """A selector that lets time pass instead of waiting."""
 
     now = 0.0
+    rounds = 0
 
     def select(self, timeout: float | None = None) -> Any:
         ready = super().select(0)
         if not ready and timeout is None:
             raise RuntimeError("everybody waits for something that nobody does")
+        self.rounds += 1
         if not ready and timeout:
             self.now += timeout
+            self.rounds = 0
+        # The pool looks at its replicas for ever: without an end, whoever waits in vain would do so for ever, too.
+        if max(self.now, self.rounds) > _LONGEST:
+            raise RuntimeError(f"still waiting at {self.now:g} s, {self.rounds} rounds after the clock last moved")
         return ready
 
 

@@ -16,6 +16,7 @@ import torch
 from towline.conversation import Finish
 from towline.engines.base import Capture, Engine, PauseMode, Sample, SampleRequest
 from towline.engines.embedded import Decoder, DecoderConfig, EmbeddedEngine, create, save
+from towline.engines.embedded.loop import StepLoop
 from towline.errors import ConfigError, EngineError
 
 torch.set_num_threads(1)
@@ -530,7 +531,7 @@ async def test_threads_of_the_engine_are_its_own() -> None:
         assert torch.get_num_threads() == before
         later = threading.Thread(target=lambda: used.append(torch.get_num_threads()))
         later.start()
-        later.join()
+        later.join(60)
         assert used[-1] == before
 
 
@@ -562,3 +563,20 @@ async def test_close_ends_everything() -> None:
     assert (await queued).finish is Finish.ABORT
     with pytest.raises(EngineError, match="closed"):
         await waiting
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_defect_in_the_thread_answers_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("by design")
+
+    async with engine(decoder()) as served:
+        turn = asyncio.create_task(served.sample(SampleRequest(prompt((1, 10)), 8000)))
+        await until(lambda: served.stats.decoded_tokens > 0)
+        monkeypatch.setattr(StepLoop, "abort", fail)
+        async with asyncio.timeout(60):
+            with pytest.raises(EngineError, match="failed: ZeroDivisionError: by design"):
+                await served.abort(["x"])
+            assert (await turn).finish is Finish.ABORT
+            with pytest.raises(EngineError, match="closed"):
+                await served.sample(SampleRequest(prompt((1, 10)), 2))

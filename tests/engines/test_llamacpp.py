@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,7 @@ async def test_weights_are_replaced_by_another_file_of_the_model(file: Path, dec
             await engine.update_weights(folders["strange"], 6)
         with pytest.raises(ConfigError, match="2 GGUF files"):
             await engine.update_weights(folders["two"], 6)
+        assert (await engine.sample(asking(3))).versions.tolist() == [5] * 3, "it goes on with the weights it has"
     finally:
         await engine.close()
 
@@ -283,6 +285,23 @@ async def test_a_file_that_cannot_be_used_is_said_to_be(tmp_path: Path, decoder:
     with pytest.raises(EngineError, match="cannot load"):
         await engine.start()
     await engine.close()
+
+
+async def test_a_server_that_does_not_end_is_left_behind(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = threading.Event()
+
+    class Stuck:
+        def __del__(self) -> None:
+            never.wait(60)
+
+    monkeypatch.setattr("towline.engines.llamacpp.engine._ENDING", 0.1)
+    engine = LlamaCppEngine(file)
+    engine._server = Stuck()
+    await engine.close()
+    never.set()
+    assert "has not ended within 0.1 s" in caplog.text
 
 
 async def test_a_slot_goes_to_who_shares_its_prefix_else_to_the_oldest() -> None:

@@ -48,7 +48,7 @@ class Server:
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(60)
 
     async def listening(self) -> SglangEngine:
         engine = SglangEngine(f"http://127.0.0.1:{self.port}")

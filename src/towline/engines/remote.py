@@ -190,9 +190,10 @@ class RemoteEngine:
         """Abort what is in flight, replace the weights and check them.
 
         An engine that a caller paused stays paused. One whose update fails does too, until another update or `resume`:
-        nobody knows what it would sample from.
+        nobody knows what it would sample from. What can be refused before anything is touched leaves it as it was.
         """
         async with self._updating:
+            await self._vet(folder)
             await self._stop(PauseMode.ABORT, None)
             await self._push(folder, version)
             self._version = version
@@ -216,6 +217,9 @@ class RemoteEngine:
     async def _read(self, flight: Flight) -> None:
         """Ask the server for the turn and note what comes, until its end."""
         raise NotImplementedError
+
+    async def _vet(self, folder: Path) -> None:
+        """Raise `EngineError` for weights of which it is clear beforehand that they cannot be taken."""
 
     async def _push(self, folder: Path, version: int) -> None:
         """Replace the weights, while nothing is in flight."""

@@ -82,7 +82,7 @@ class Server:
         """At once, with all its processes, as a machine that fails would."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.wait(60)
 
 
 @contextlib.contextmanager

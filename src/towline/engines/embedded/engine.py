@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,10 @@ from towline.engines.stops import StopStrings
 from towline.errors import ConfigError, EngineError
 
 T = TypeVar("T")
+log = logging.getLogger("towline.engines")
 SMALLEST_TEMPERATURE = 1e-6
+_ENDING = 60.0
+"""Seconds that a step may still take when the engine is closed."""
 
 
 class EmbeddedEngine:
@@ -177,8 +181,8 @@ class EmbeddedEngine:
     async def close(self) -> None:
         async with self._reading:
             self._closed = True
-            if self._loop is not None:
-                await asyncio.to_thread(self._loop.stop)
+            if self._loop is not None and not await asyncio.to_thread(self._loop.stop, _ENDING):
+                log.error("the embedded engine has not ended within %g s, and is left behind", _ENDING)
 
     def _running(self) -> StepLoop:
         if self._closed:
@@ -193,7 +197,13 @@ class EmbeddedEngine:
         resolve = _resolver(done)
 
         def message() -> None:
-            action()
+            try:
+                action()
+            except Exception as error:
+                failure = EngineError(f"the embedded engine failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                resolve(failure)
+                raise
             resolve(None)
 
         self._running().post(message)

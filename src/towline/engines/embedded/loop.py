@@ -29,6 +29,8 @@ from towline.errors import EngineError
 
 SCORED_LOGITS = 1 << 24
 """How many logits are held at once when forced ids are scored."""
+_BEGINNING = 60.0
+"""Seconds that the thread has to begin."""
 
 
 @dataclass(slots=True)
@@ -82,7 +84,8 @@ class StepLoop:
     def start(self) -> None:
         callers = torch.get_num_threads()
         self._thread.start()
-        self._began.wait()
+        if not self._began.wait(_BEGINNING):
+            raise EngineError(f"the embedded engine's thread has not begun within {_BEGINNING:g} s")
         # Torch gives the number that was set last to every thread that is started later: put the caller's back.
         torch.set_num_threads(callers)
 
@@ -94,12 +97,13 @@ class StepLoop:
             self._mail.append(message)
             self._wake.notify()
 
-    def stop(self) -> None:
-        """End every turn and the thread; returns when it is gone."""
+    def stop(self, patience: float) -> bool:
+        """End every turn and the thread; whether it is gone within so many seconds. It ends after the step it is at."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(patience)
+        return not self._thread.is_alive()
 
     @property
     def version(self) -> int:

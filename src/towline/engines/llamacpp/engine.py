@@ -13,6 +13,7 @@ from them here, and the stretch goes on behind that token.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -30,8 +31,10 @@ from towline.engines.llamacpp.gguf import Gguf
 from towline.engines.llamacpp.slots import Slots
 from towline.engines.remote import Flight, RemoteEngine, decoded
 from towline.engines.stops import StopStrings
+from towline.engines.threads import in_daemon
 from towline.errors import ConfigError, EngineError
 
+log = logging.getLogger("towline.engines")
 Doubles = npt.NDArray[np.float64]
 
 STRETCH = 16
@@ -45,6 +48,8 @@ _ROUTE = "/completion"
 _FIELDS = ("tokens", "completion_probabilities", "tokens_evaluated", "timings/cache_n")
 _NORMAL = 1
 _FORCING = 1e9
+_ENDING = 60.0
+"""Seconds that a server has to end."""
 
 
 class LlamaCppEngine(RemoteEngine):
@@ -104,7 +109,7 @@ class LlamaCppEngine(RemoteEngine):
     async def _serve(self, gguf: Gguf) -> None:
         """Load a file and let its server take the place of the one before."""
         try:
-            self._server = await asyncio.to_thread(self._load, gguf)
+            self._server = await in_daemon("llama.cpp loads", lambda: self._load(gguf))
         except RuntimeError as error:
             raise EngineError(
                 f"llama.cpp cannot load {gguf.path} ({gguf.architecture or 'of no architecture'}): "
@@ -242,11 +247,14 @@ class LlamaCppEngine(RemoteEngine):
 
     # Weights
 
-    async def _push(self, folder: Path, version: int) -> None:
-        """Another GGUF file of the same vocabulary."""
+    async def _vet(self, folder: Path) -> None:
         gguf = Gguf.find(folder)
         if gguf.tokens != self._gguf.tokens or gguf.architecture != self._gguf.architecture:
             raise EngineError(f"{gguf.path} is of another model than {self._gguf.path}")
+
+    async def _push(self, folder: Path, version: int) -> None:
+        """Another GGUF file of the same vocabulary."""
+        gguf = Gguf.find(folder)
         before = [self._server]
         await self._serve(gguf)
         await _ended(before)
@@ -306,5 +314,9 @@ def _complete_token(gguf: Gguf) -> int:
 
 
 async def _ended(servers: list[Any]) -> None:
-    """A server ends when nothing refers to it, and takes its time about it."""
-    await asyncio.to_thread(servers.clear)
+    """A server ends when nothing refers to it, and takes its time about it. One that does not end is left behind."""
+    try:
+        async with asyncio.timeout(_ENDING):
+            await in_daemon("llama.cpp ends", servers.clear)
+    except TimeoutError:
+        log.error("llama.cpp's server has not ended within %g s, and is left behind with its memory", _ENDING)
