@@ -71,6 +71,8 @@ class SglangStandIn:
     calls: list[str] = field(default_factory=list)
     running: dict[str, bool] = field(default_factory=dict)
     """The turns under way, by name; whether each is aborted."""
+    keys: set[str | None] = field(default_factory=set)
+    """The extra keys that anything is cached under."""
 
     def __post_init__(self) -> None:
         self.engine = EmbeddedEngine(self.folder, context=self.context, max_batch=64, threads=1)
@@ -226,7 +228,9 @@ class SglangStandIn:
                 finish = {"type": "abort", "message": "Aborted"}
             else:
                 sample = await self.engine.sample(request)
-                cached = sample.cached_tokens if cached is None else cached
+                if cached is None:
+                    cached = sample.cached_tokens if body.get("extra_key") in self.keys else 0
+                self.keys.add(body.get("extra_key"))
                 ids += sample.ids.tolist()
                 logprobs += sample.logprobs.tolist()
                 await asyncio.sleep(self.pace)

@@ -265,6 +265,9 @@ async def test_weights_that_cannot_be_loaded_are_told_and_the_server_goes_on(wei
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "part.safetensors").write_bytes(b"")
     async with started(server) as engine:
+        with pytest.raises(EngineError, match="holds no safetensors file"):
+            await engine.update_weights(tmp_path / "none", 1)
+        assert (await engine.sample(SampleRequest(PROMPT, 1))).versions.tolist() == [0], "nothing was touched"
         with pytest.raises(EngineError, match="Failed to get weights iterator"):
             await engine.update_weights(tmp_path, 1)
         assert server.calls[-1] == "continue_generation"
@@ -275,10 +278,15 @@ async def test_weights_that_cannot_be_loaded_are_told_and_the_server_goes_on(wei
 async def test_weights_that_came_by_another_way_are_labelled_with_their_version(weights: Path) -> None:
     server = SglangStandIn(weights / "0")
     async with started(server) as engine:
+        before = [(await engine.sample(SampleRequest(PROMPT, 3))).cached_tokens for _ in range(2)]
         await engine.pause(PauseMode.ABORT)
         await engine.resume(4)
         assert server.label == "4"
-        assert (await engine.sample(SampleRequest(PROMPT, 3))).versions.tolist() == [4, 4, 4]
+        sample = await engine.sample(SampleRequest(PROMPT, 3))
+        assert sample.versions.tolist() == [4, 4, 4]
+        # Whoever replaced them, and whether or not the cache was flushed: nothing computed before is used again.
+        assert (before[0], before[1] > 0, sample.cached_tokens) == (0, True, 0)
+        assert (await engine.sample(SampleRequest(PROMPT, 3))).cached_tokens > 0
 
 
 async def test_a_server_that_starts_at_a_version_says_so(weights: Path) -> None:

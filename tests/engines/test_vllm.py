@@ -21,7 +21,7 @@ from towline.conversation import Finish, Media
 from towline.engines import weight_check
 from towline.engines.base import Capture, EngineGone, Load, Loaded, PauseMode, SampleRequest, Seeing, Watched
 from towline.engines.embedded import DecoderConfig, create, load, save
-from towline.engines.vllm import VllmEngine, media
+from towline.engines.vllm import VllmEngine, media, probing
 from towline.errors import BadRequest, EngineError
 from towline.images import Placed
 
@@ -368,6 +368,25 @@ async def test_a_server_that_has_a_version_keeps_it(weights: Path) -> None:
     async with started(VllmStandIn(weights / "0", label="17")) as engine:
         assert engine.version == 17
         assert (await engine.sample(SampleRequest(PROMPT, 2))).versions.tolist() == [17, 17]
+
+
+async def test_a_server_that_was_started_again_is_gone_and_nothing_of_its_turn_is_kept(weights: Path) -> None:
+    server = VllmStandIn(weights / "0")
+    async with started(server) as engine:
+        await engine.update_weights(weights / "1", 1)
+        server.label = "default"
+        with pytest.raises(EngineGone, match="has the weights 'default' in place of 1: it was started again") as gone:
+            await engine.sample(SampleRequest(PROMPT, 4))
+        assert gone.value.partial is None
+        await engine.start()
+        assert (await engine.sample(SampleRequest(PROMPT, 2))).versions.tolist() == [0, 0]
+
+
+def test_of_several_ranks_the_fullest_cache_counts() -> None:
+    told = [f'vllm:num_requests_running{{engine="{rank}"}} {3 - rank}.0' for rank in (0, 1)]
+    told += [f'vllm:num_requests_waiting{{engine="{rank}"}} {rank}.0' for rank in (0, 1)]
+    told += [f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {usage}' for rank, usage in ((0, 0.5), (1, 0.625))]
+    assert probing.load("\n".join(told)) == Load(5, 1, 0.625)
 
 
 @pytest.mark.parametrize("scale_out", [True, False])

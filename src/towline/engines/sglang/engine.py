@@ -157,7 +157,7 @@ class SglangEngine(RemoteEngine):
             self.stats.decoded_tokens += len(flight.ids)
             return
         name = self._names[flight] = f"{request.id or 'turn'}-{secrets.token_hex(6)}"
-        body = wire.body(request.prompt, limit, request.temperature, request) | {"rid": name}
+        body = wire.body(request.prompt, limit, request.temperature, request) | {"rid": name, "extra_key": self._salt}
         if self._seeds and request.seed is not None:
             body["sampling_params"]["sampling_seed"] = request.seed % 2**31
         try:
@@ -171,6 +171,11 @@ class SglangEngine(RemoteEngine):
             raise
         finally:
             del self._names[flight]
+
+    @property
+    def _salt(self) -> str:
+        """Part of the key that the server caches under: no key or value crosses versions, whoever replaces the weights."""
+        return f"towline-weights-{self._version}"
 
     async def _generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return decoded(await self._post("/generate", body, long=True), f"{self.url}/generate")
@@ -187,7 +192,8 @@ class SglangEngine(RemoteEngine):
 
     async def _score(self, prompt: Ids, id: int, temperature: float) -> tuple[float, dict[str, object]]:
         """The logprob of `id` behind `prompt`."""
-        answer = await self._generate(wire.body(prompt, 1, temperature) | {"token_ids_logprob": [id]})
+        asked = {"token_ids_logprob": [id], "extra_key": self._salt}
+        answer = await self._generate(wire.body(prompt, 1, temperature) | asked)
         meta = answer["meta_info"]
         ((logprob, *_),) = meta["output_token_ids_logprobs"][0]
         details = {"cached_tokens": int(meta.get("cached_tokens") or 0)}
@@ -235,6 +241,9 @@ class SglangEngine(RemoteEngine):
         await super()._stop(mode, deadline)
         if self._aborts:
             await asyncio.wait(list(self._aborts))
+
+    async def _vet(self, folder: Path) -> None:
+        await asyncio.to_thread(Pushed.of, folder)
 
     async def _push(self, folder: Path, version: int) -> None:
         """Load from a folder that the server sees under the same path, and check what it then says."""

@@ -5,13 +5,15 @@ distribution (it is refused otherwise), whether it has a prefix cache, and wheth
 it does when it was started with `VLLM_SERVER_DEV_MODE=1`.
 
 Invariant: a request names the weight version in its cache salt, so that no token is computed on keys and values of
-another version, and an update counts only once the server's logprobs are those of the pushed weights.
+another version, and an update counts only once the server's logprobs are those of the pushed weights. A server that was
+given a version and names its weights by a word again has been started anew: it counts as gone, and what it sampled so is
+not kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -19,7 +21,7 @@ from urllib.parse import urlencode
 import numpy as np
 
 from towline.conversation import Finish, Media
-from towline.engines.base import Capture, EngineInfo, Ids, Load, PauseMode, SampleRequest
+from towline.engines.base import Capture, EngineGone, EngineInfo, Ids, Load, PauseMode, SampleRequest
 from towline.engines.remote import Flight, Refused, RemoteEngine, decoded
 from towline.engines.vllm import media as images
 from towline.engines.vllm import probing, scoring, wire
@@ -48,6 +50,8 @@ class VllmEngine(RemoteEngine):
         self._route = Route.GENERATE
         self._steerable = False
         """Whether the server can be paused and given weights."""
+        self._label = ""
+        """What the server calls its weights, as far as is known: a version, or a word of its own."""
         self._sees: bool | None = None
         """Whether its model can be shown images; None until somebody wants to know."""
         self._arithmetic: Arithmetic | None = None
@@ -94,7 +98,7 @@ class VllmEngine(RemoteEngine):
 
     async def _look_around(self) -> None:
         """Whether the server can be steered, and the version of its weights: 0 before the first update."""
-        self._steerable = False
+        self._steerable, self._label = False, ""
         try:
             paused = (await self._json("/is_paused")).get("is_paused")
             label = str((await self._json("/weight_info")).get("weight_version"))
@@ -108,6 +112,7 @@ class VllmEngine(RemoteEngine):
                 f"POST {self.url}/resume, else start it again"
             )
         self._steerable = True
+        self._label = label
         self._version = int(label) if label.isdigit() else 0
 
     async def _choose_route(self, prompt: Ids) -> dict[str, Any]:
@@ -155,11 +160,21 @@ class VllmEngine(RemoteEngine):
         unseen = bool(request.media)
         async for event in self._events(self._route, body | images.shown(request) if unseen else body):
             unseen = unseen and not images.check(event, request)
+            self._recognise(event, flight)
             self.stats.decoded_tokens += wire.read(self._route, event, flight)
         if unseen and flight.finish is not Finish.ABORT:
             raise EngineError(f"{self.url} does not tell what its model was shown")
         if flight.versions:
             self._version = flight.versions[-1]
+            self._label = str(self._version)
+
+    def _recognise(self, event: Mapping[str, Any], flight: Flight) -> None:
+        """Refuse a turn of a server that has lost the weights which it was given."""
+        words = [label for label in wire.labels(event) if not label.isdigit()]
+        if words and self._label.isdigit():
+            flight.ids.clear()
+            flight.logprobs.clear()
+            raise EngineGone(f"{self.url} has the weights {words[0]!r} in place of {self._label}: it was started again")
 
     async def render_media(self, media: Sequence[Media]) -> Sequence[Placeholder | None]:
         if self._sees is None:
@@ -200,15 +215,14 @@ class VllmEngine(RemoteEngine):
         if self._steerable:
             if version is not None:
                 await self._post("/update_weight_version", {"new_version": str(version)})
+                self._label = str(version)
             await self._post("/resume")
         await super().resume(version)
 
-    async def update_weights(self, folder: Path, version: int) -> None:
-        # What can be refused before anything is touched leaves the engine as it was.
+    async def _vet(self, folder: Path) -> None:
         if not self._steerable:
             raise EngineError(f"{self.url} does not let its weights be replaced: start it with {DEV_MODE}")
         await asyncio.to_thread(Pushed.of, folder)
-        await super().update_weights(folder, version)
 
     async def _push(self, folder: Path, version: int) -> None:
         """Reload from a folder that the server sees under the same path, clear its cache, and check what it then says."""
@@ -226,7 +240,9 @@ class VllmEngine(RemoteEngine):
         except EngineError:
             await self._post("/pause", long=True)
             await self._post("/update_weight_version", {"new_version": _UNPROVEN})
+            self._label = _UNPROVEN
             raise
+        self._label = str(version)
         self._pushed, self._answer = pushed, after
         self.info.details["weights_proven_by"] = proof.value
         if self._held:

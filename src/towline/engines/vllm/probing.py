@@ -54,16 +54,22 @@ def check_logprobs(url: str, at_one: Mapping[int, float], at_probe: Mapping[int,
 
 def metric(text: str, name: str) -> float | None:
     """The sum of a Prometheus metric over its labels."""
-    lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
-    return sum(float(line.rpartition(" ")[2]) for line in lines) if lines else None
+    values = _values(text, name)
+    return sum(values) if values else None
+
+
+def _values(text: str, name: str) -> list[float]:
+    """A Prometheus metric, once for each set of labels: a server with data-parallel ranks has one for each rank."""
+    lines = (line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+    return [float(line.rpartition(" ")[2]) for line in lines]
 
 
 def load(text: str) -> Load:
-    """How busy the server is, from its metrics."""
+    """How busy the server is, from its metrics: of several ranks, the cache of the fullest counts."""
     running, waiting = metric(text, "vllm:num_requests_running"), metric(text, "vllm:num_requests_waiting")
     if running is None or waiting is None:
         raise EngineError("the server's /metrics tell nothing of its requests: start it without --disable-log-stats")
-    return Load(int(running), int(waiting), metric(text, "vllm:kv_cache_usage_perc"))
+    return Load(int(running), int(waiting), max(_values(text, "vllm:kv_cache_usage_perc"), default=None))
 
 
 def vocabulary(root: str) -> int:

@@ -123,6 +123,12 @@ def _end(choice: Mapping[str, Any], flight: Flight) -> None:
         flight.versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
 
+def labels(event: Mapping[str, Any]) -> list[str]:
+    """What an event says that the weights are called which sampled the turn: nothing before its end."""
+    choices = event.get("choices") or ()
+    return [str(span["version"]) for choice in choices for span in choice.get("weight_versions") or ()]
+
+
 def cached(usage: Mapping[str, Any]) -> int | None:
     """How many prompt tokens came from the prefix cache; None if the server does not tell."""
     details = usage.get("prompt_tokens_details")
