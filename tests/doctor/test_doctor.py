@@ -47,6 +47,7 @@ def test_what_is_needed_decides_the_exit_status(folder: Path, tmp_path: Path) ->
     found = {(one["area"], one["name"]): one for one in told["findings"]}
     assert (code, told["ok"]) == (0, True)
     assert found["engine", "scripted"]["figures"]["capture"] == "tokens"
+    assert "capture level tokens" in found["engine", "scripted"]["said"]
     assert found["engine", "a conversation"]["figures"]["chains"] == 1
     assert 0 <= found["engine", "re-tokenisation skew"]["figures"]["plain_difference"] <= 1
     # The scripted engine has no cache, and says nothing of one.
@@ -115,6 +116,8 @@ async def test_cache_hits_are_measured_over_the_turns(folder: Path, tmp_path: Pa
     for told, level in (("on", Level.WARNING), ("off", Level.WARNING), ("unknown", Level.NOTE)):
         info = EngineInfo("x", Capture.TOKENS, 1, 1, {"prefix_caching": told})
         assert model.caching(cold, info).level is level
+    silent = EngineInfo("x", Capture.TOKENS, 1, 1, {"prefix_caching": "on", "cached_tokens": "not told"})
+    assert "--enable-prompt-tokens-details" in model.caching(cold, silent).fix
 
 
 async def test_every_capture_level_has_its_words(tmp_path: Path) -> None:

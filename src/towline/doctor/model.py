@@ -102,7 +102,7 @@ def capture(info: EngineInfo, model: str) -> Finding:
         "vocabulary": info.vocabulary,
         "details": info.details,
     }
-    words = [f"{model}: {said}"]
+    words = [f"{model}; capture level {info.capture}: {said}"]
     words += [f"{name} {info.details[name]}" for name in ("server", "route", "logprobs") if name in info.details]
     return Finding("engine", info.name, level, "; ".join(words), fix, figures)
 
@@ -155,6 +155,9 @@ def caching(trajectory: Trajectory, info: EngineInfo) -> Finding:
         level, said = Level.NOTE, "not measured: no turn continued another"
     elif told == "unknown":
         level, said = Level.NOTE, "the engine tells nothing of a cache"
+    elif told == "on" and info.details.get("cached_tokens", "").startswith("not told"):
+        level, fix = Level.WARNING, "start the server with --enable-prompt-tokens-details, and its hits can be measured"
+        said = "on, but the server does not tell what each prompt had of it"
     else:
         level, fix = (
             Level.WARNING,
