@@ -22,12 +22,13 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from towline.harnesses.base import INSTALLS, Harness, Npm, PyPI
-from towline.harnesses.commands import InstallError, npm, pip
+from towline.harnesses.commands import SECONDS, InstallError, npm, pip
 from towline.harnesses.interpreters import (
     PATCHELF,
     Python,
@@ -45,6 +46,8 @@ VARIABLE = "TOWLINE_CACHE"
 LAYOUT = 1
 """Goes up when the same recipe would make another folder."""
 PROBE_SECONDS = 60.0
+_PATIENCE = 2 * SECONDS
+"""Seconds that one install waits for another of the same."""
 
 _MARK = "install.json"
 _PARTIAL = ".partial-"
@@ -171,7 +174,7 @@ class Installs:
         locks.mkdir(exist_ok=True)
         made = self.folder / f"{_PARTIAL}{name}"
         with (locks / name).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _take(lock.fileno(), name)
             # Found under the lock, it belongs to nobody.
             shutil.rmtree(made, ignore_errors=True)
             made.mkdir(mode=0o755)
@@ -220,6 +223,20 @@ async def _libc(sandbox: Sandbox) -> str:
     except SandboxError:
         return ""
     return " ".join(done.stdout.decode("utf-8", "replace").split())
+
+
+def _take(lock: int, name: str) -> None:
+    """Wait for a lock, but not for ever: a thread that waits in the kernel could not even be given up."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise InstallError(f"{name} has been installed by another process for {_PATIENCE:.0f} s") from None
+            time.sleep(0.1)
+        else:
+            return
 
 
 def _digest(recipe: Npm | PyPI) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from towline.sandboxes.base import SandboxError, Spec
+from towline.sandboxes.helping import finished
 from towline.schema import Network
 
 ISOLATION = (
@@ -120,7 +121,7 @@ class Apptainer:
             cwd="/",
             start_new_session=True,
         )
-        out, errors = await process.communicate()
+        out, errors = await finished(process, f"`apptainer {' '.join(arguments[:2])}`")
         if process.returncode != 0:
             said = errors.decode("utf-8", "replace").strip()[-2000:]
             raise SandboxError(f"`apptainer {' '.join(arguments[:2])}` failed ({process.returncode}): {said}")

@@ -15,6 +15,7 @@ from towline.sandboxes import namespaces, overlay, trees
 from towline.sandboxes.apptainer_cli import Apptainer, Place, exec_command, inside_environment, start_command
 from towline.sandboxes.base import Change, ChangeKind, SandboxError, Spec, Unsupported
 from towline.sandboxes.folder_cache import Lease
+from towline.sandboxes.helping import within
 from towline.sandboxes.streams import LiveProcess, Streams
 
 _MOST_PUT = 8 << 30
@@ -110,7 +111,8 @@ class ApptainerSandbox:
             if asyncio.get_running_loop().time() > until:
                 raise SandboxError(f"{len(left)} processes of instance {self.id} would not die")
             await asyncio.sleep(0.005)
-        await asyncio.gather(*(live.wait() for live in self._live))
+        ends = asyncio.gather(*(live.wait() for live in self._live))
+        await within(_PATIENCE, ends, f"the commands of instance {self.id} did not end")
 
     async def destroy(self) -> None:
         if self._ending is None:
@@ -125,7 +127,7 @@ class ApptainerSandbox:
             await self.kill()
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.stdin.close()
-            await self._guard.wait()
+            await within(_PATIENCE, self._guard.wait(), f"the guard of instance {self.id} did not end")
         if self.pid and not await asyncio.to_thread(namespaces.wait_gone, self.pid, _PATIENCE):
             raise SandboxError(f"instance {self.id} would not end")
         await asyncio.to_thread(trees.remove, self._folder)

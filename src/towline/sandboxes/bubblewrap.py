@@ -8,6 +8,7 @@ streams.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -28,6 +29,7 @@ from towline.sandboxes.base import (
 )
 from towline.sandboxes.bubblewrap_sandbox import BubblewrapSandbox
 from towline.sandboxes.channel import Channel
+from towline.sandboxes.helping import SECONDS, within
 from towline.schema import Network, Resources
 
 if TYPE_CHECKING:
@@ -216,8 +218,9 @@ class BubblewrapRuntime:
         made["disk_mb"] = limits["disk_mb"]
         made["limits"] = {name: limits[name] for name in ("memory_mb", "pids", "cpus")}
         try:
-            answer, descriptors = await self._channel.ask({"do": "create", "plan": made})
-        except asyncio.CancelledError:
+            asking = self._channel.ask({"do": "create", "plan": made})
+            answer, descriptors = await within(SECONDS, asking, f"sandbox {identifier} was not made")
+        except (asyncio.CancelledError, SandboxError):
             self._channel.tell({"do": "destroy", "id": identifier})
             raise
         if "error" in answer:
@@ -281,8 +284,9 @@ def _end(keeper: subprocess.Popen[bytes]) -> None:
         keeper.wait(_PATIENCE)
     except subprocess.TimeoutExpired:
         keeper.kill()
-        keeper.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            keeper.wait(_PATIENCE)  # in vain if it hangs in the kernel
 
 
 def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PATIENCE).stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 from towline.sandboxes import wire
 from towline.sandboxes.base import Change, ChangeKind, SandboxError, Spec, Unsupported
 from towline.sandboxes.channel import Channel
+from towline.sandboxes.helping import SECONDS, within
 from towline.sandboxes.streams import LiveProcess, collect, open_streams
 
 _MOST_PUT = 8 * 1024 * 1024 * 1024
@@ -128,7 +129,8 @@ class BubblewrapSandbox:
         )
 
     async def kill(self) -> None:
-        answer, _ = await self._keeper.ask({"do": "kill", "id": self._id})
+        asking = self._keeper.ask({"do": "kill", "id": self._id})
+        answer, _ = await within(SECONDS, asking, f"the processes of sandbox {self._id} did not end")
         _check(answer, "the sandbox's processes cannot be ended")
 
     async def destroy(self) -> None:
@@ -139,7 +141,8 @@ class BubblewrapSandbox:
     async def _destroy(self) -> None:
         answer = None
         if not self._keeper.closed:
-            answer, _ = await self._keeper.ask({"do": "destroy", "id": self._id})
+            asking = self._keeper.ask({"do": "destroy", "id": self._id})
+            answer, _ = await within(SECONDS, asking, f"sandbox {self._id} did not end")
         self._forget(self._id)
         if answer is not None:
             _check(answer, "the sandbox cannot be removed")

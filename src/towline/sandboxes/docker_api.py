@@ -17,10 +17,13 @@ from urllib.parse import quote, urlencode, urlsplit
 import aiohttp
 
 from towline.sandboxes.base import SandboxError
+from towline.sandboxes.helping import within
 
 _FRAME = struct.Struct(">BxxxL")
 _CHUNK = 65_536
 _UPGRADED = (101, 200)
+SECONDS = 600.0
+"""Longest answer of an engine that is asked for short work; a stop of many containers at once takes a while."""
 
 
 class EngineFailure(SandboxError):
@@ -65,9 +68,15 @@ class Engine:
         self, method: str, path: str, body: object = None, *, query: Mapping[str, str] | None = None, data: Any = None
     ) -> Any:
         """The answer's JSON, or None where there is none."""
-        async with self.request(method, path, body, query=query, data=data) as answer:
-            text = await answer.read()
+        # Data may be gigabytes; everything else is short work.
+        seconds = None if data is not None else SECONDS
+        answering = self._text(method, path, body, query, data)
+        text = await within(seconds, answering, f"the container engine did not answer {method} {path}")
         return json.loads(text) if text.strip() else None
+
+    async def _text(self, method: str, path: str, body: object, query: Mapping[str, str] | None, data: Any) -> bytes:
+        async with self.request(method, path, body, query=query, data=data) as answer:
+            return await answer.read()
 
     @asynccontextmanager
     async def request(
@@ -120,7 +129,8 @@ class Engine:
             + data
         )
         try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+            answering = reader.readuntil(b"\r\n\r\n")
+            head = (await within(SECONDS, answering, f"the container engine did not answer {path}")).decode("latin-1")
             status = int(head.split(" ", 2)[1])
             if status not in _UPGRADED:
                 raise EngineFailure(_reason("POST", path, status, await _rest(reader, head)), status)

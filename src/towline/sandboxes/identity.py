@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+_PATIENCE = 30.0
+
 RANGE = 65_536
 _FIRST = 0x60000000
 """Far above what people and packages use, below the ids that some tools cannot hold."""
@@ -107,7 +109,10 @@ class OwnIdentity:
             return
         for tool, own, (start, _) in (("newuidmap", os.getuid(), self.uids), ("newgidmap", os.getgid(), self.gids)):
             command = [tool, str(pid), "0", str(own), "1", "1", str(start), str(self.mapped - 1)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+            except subprocess.TimeoutExpired:
+                raise OSError(f"{tool} did not end within {_PATIENCE:g} seconds") from None
             if done.returncode:
                 raise OSError(f"{tool}: {done.stderr.strip() or done.returncode}")
 

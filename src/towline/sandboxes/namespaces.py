@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import IO
 
 from towline.sandboxes.base import SandboxError
+from towline.sandboxes.helping import finished
 
 _HELPER = (
     "import sys; sys.path.insert(0, sys.argv[1]); from towline.sandboxes import namespace_helper; "
     "namespace_helper.serve(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))"
 )
 _PACKAGES = str(Path(__file__).parents[2])
+_COPYING = 1800.0
+"""Seconds for files that may be gigabytes."""
 
 
 def is_apart(pid: int) -> bool:
@@ -83,7 +86,8 @@ async def put(pid: int, archive: bytes | Path, target: str, most: int) -> None:
         if isinstance(archive, Path):
             source = stack.enter_context(contextlib.closing(await asyncio.to_thread(open, archive, "rb")))
         helper = await _helper(stack, "put", pid, target, most, source)
-        _, errors = await helper.communicate(archive if isinstance(archive, bytes) else None)
+        given = archive if isinstance(archive, bytes) else None
+        _, errors = await finished(helper, "putting files", given, seconds=_COPYING)
     if helper.returncode:
         raise SandboxError(f"cannot put files at {target}: {errors.decode('utf-8', 'replace').strip()}")
 
@@ -92,7 +96,7 @@ async def get(pid: int, path: str, most: int) -> bytes:
     """A tar of a path inside."""
     with contextlib.ExitStack() as stack:
         helper = await _helper(stack, "get", pid, path, most, subprocess.DEVNULL)
-        data, errors = await helper.communicate()
+        data, errors = await finished(helper, "getting files", seconds=_COPYING)
     if helper.returncode:
         raise SandboxError(f"cannot get {path}: {errors.decode('utf-8', 'replace').strip()}")
     return data

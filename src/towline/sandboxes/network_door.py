@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from towline.sandboxes.base import GATEWAY_PORT, SandboxError
+from towline.sandboxes.helping import finished
 
 _HELPER = (
     "import sys; sys.path.insert(0, sys.argv[1]); from towline.sandboxes import network_entry; "
@@ -47,7 +48,7 @@ async def listener(pid: int, port: int = GATEWAY_PORT) -> socket.socket:
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        _, said = await helper.communicate()
+        _, said = await finished(helper, "the helper that listens inside")
         theirs.close()
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
         if helper.returncode != 0 or not descriptors:

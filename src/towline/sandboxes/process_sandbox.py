@@ -24,6 +24,7 @@ from towline.sandboxes.base import (
     Spec,
     Unsupported,
 )
+from towline.sandboxes.helping import SECONDS, within
 from towline.sandboxes.pipes import given_to
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -166,7 +167,7 @@ class ProcessSandbox:
         self._numbers += 1
         done = self._killing[self._numbers] = asyncio.get_running_loop().create_future()
         self.send("kill", self._numbers)
-        left = await done
+        left = await within(SECONDS, done, f"the processes of sandbox {self.id} did not end")
         if left:
             raise SandboxError(f"{left} processes of sandbox {self.id} would not die; look for ones in state D with ps")
 
@@ -176,7 +177,7 @@ class ProcessSandbox:
         self.gone = True
         self._hang_up()
         if self._keeper is not None:
-            await self._keeper.wait()
+            await within(SECONDS, self._keeper.wait(), f"the keeper of sandbox {self.id} did not end")
         await asyncio.to_thread(trees.remove, self.folder)
 
     def send(self, *request: object, files: Sequence[int] = ()) -> None:
