@@ -197,7 +197,7 @@ def _show(results: rollout.Results, out: Path, console: Console) -> None:
             f"{sum(line['trained_tokens'] for line in lines):,}",
             f"{_mean(lines, 'run'):.1f}",
             f"{_mean(lines, 'evaluate'):.1f}",
-            ", ".join(f"{reason} {count}" for reason, count in ended.items()),
+            ", ".join(ended if len(ended) == 1 else (f"{reason} {count}" for reason, count in ended.items())),
         )
     console.print(table)
     for one in results.finished:
