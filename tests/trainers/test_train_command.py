@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from towline import tiny
 from towline.demo import AGENT
 from towline.tiny.tasks import training_task
@@ -25,8 +27,12 @@ def train(model: Path, out: Path, steps: int) -> Any:
     return json.loads(done.stdout)
 
 
-def test_it_learns_checkpoints_and_goes_on(tmp_path: Path) -> None:
-    model = tiny.create(tmp_path / "model", steps=20)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
+
+
+def test_it_learns_checkpoints_and_goes_on(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = train(model, out, 1)
     assert first["last"]["version"] == 1
@@ -46,8 +52,7 @@ def test_it_learns_checkpoints_and_goes_on(tmp_path: Path) -> None:
     assert (out / "weights" / "v2" / "model.safetensors").is_file()
 
 
-def test_a_run_whose_sessions_all_fail_says_why_and_can_go_on(tmp_path: Path) -> None:
-    model = tiny.create(tmp_path / "model", steps=20)
+def test_a_run_whose_sessions_all_fail_says_why_and_can_go_on(model: Path, tmp_path: Path) -> None:
     out, tasks = tmp_path / "run", tmp_path / "tasks.jsonl"
     made = training_task(0, AGENT, samples=2)
     broken = made.model_copy(update={"environment": made.environment.model_copy(update={"setup": ["exit 3"]})})
@@ -55,9 +60,13 @@ def test_a_run_whose_sessions_all_fail_says_why_and_can_go_on(tmp_path: Path) ->
     command = ["train", str(tasks), "--model", str(model), "--out", str(out), "--steps", "1"]
     command += ["--groups", "1", "--samples", "2", "--json"]
 
-    def run() -> subprocess.CompletedProcess[str]:
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "towline", *command], capture_output=True, text=True, timeout=250, env=os.environ
+            [sys.executable, "-m", "towline", *command, *options],
+            capture_output=True,
+            text=True,
+            timeout=250,
+            env=os.environ,
         )
 
     failed = run()
@@ -66,8 +75,10 @@ def test_a_run_whose_sessions_all_fail_says_why_and_can_go_on(tmp_path: Path) ->
     assert "set-up command" in failed.stderr
     # Mended, the run goes on; it waits for none of those that failed.
     tasks.write_text(made.model_dump_json() + "\n")
-    done = run()
+    done = run("--measure", str(tasks))
     assert done.returncode == 0, done.stderr[-3000:]
-    last = json.loads(done.stdout)["last"]
+    told = json.loads(done.stdout)
+    assert [(one["step"], one["tasks"]) for one in told["success"]] == [(0, 1), (1, 1)]
+    last = told["last"]
     assert (last["version"], last["sessions_used"]) == (1, 2)
     assert last["incomplete_groups"] >= 4

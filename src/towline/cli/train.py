@@ -58,6 +58,13 @@ def train(
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard files beside the JSONL.")] = True,
     wandb: Annotated[str, typer.Option(help="A Weights & Biases project to log to.")] = "",
     held_out: Annotated[int, typer.Option(help="Held-out questions of `--registry` to measure on.", min=1)] = 64,
+    measure: Annotated[
+        list[str] | None,
+        typer.Option(help="Tasks that are only played, to measure success. Repeatable.", metavar="TASK"),
+    ] = None,
+    measure_every: Annotated[
+        int | None, typer.Option(help="Updates between measurements. Default: half of all.", min=1)
+    ] = None,
     seed: int = 0,
     as_json: common.Json = False,
 ) -> None:
@@ -77,6 +84,8 @@ def train(
     console = common.console(as_json)
     chosen = _engine(engine, upstream, upstream_model, url)
     source, measured = _tasks(tasks or [], registry, harness, option or [], samples, seed, held_out, console)
+    if measure:
+        measured = load_tasks(measure, harness, 1, option or [], console)
     out = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     out.mkdir(parents=True, exist_ok=True)
     folder = model or common.tiny(console)
@@ -101,7 +110,8 @@ def train(
             permute=permute,
             seed=seed,
         )
-        whole = Run(Grpo(client, learner, source, out, run), written, rate, measured, frozenset({steps // 2}))
+        at = frozenset(range(0, steps, measure_every or max(1, steps // 2)))
+        whole = Run(Grpo(client, learner, source, out, run), written, rate, measured, at)
         shown = stack.enter_context(LiveView(console, steps))
         shown.attach(whole)
         whole.run()
