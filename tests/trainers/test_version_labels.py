@@ -27,7 +27,7 @@ from towline.trainers.service import own_service
 pytestmark = pytest.mark.timeout(900)
 """Several processes, each of which imports torch: minutes on a machine that is busy with other things."""
 
-QUESTIONS = 5
+QUESTIONS = 8
 SESSIONS = 4
 LONGEST = 240
 """Tokens of a turn: long enough for an update to meet it half-way."""
@@ -76,15 +76,19 @@ def long_task(name: str) -> Task:
     )
 
 
-def sampling(client: Client) -> None:
-    """Wait until every session is in the middle of its conversation."""
+def sampling(client: Client, name: str) -> None:
+    """Wait until sessions are in the middle of their conversations: two that have a turn behind them and more before them.
+
+    Not until all are: on a quick machine the first may be at its end before the last has begun.
+    """
     until = time.monotonic() + 120
     while time.monotonic() < until:
         (node,) = client.nodes()
-        if len(node["sessions"]) == SESSIONS and all(one["turns"] >= 2 for one in node["sessions"]):
+        turns = [one["turns"] for one in node["sessions"]]
+        if sum(turns) >= QUESTIONS and sum(1 <= count <= QUESTIONS - 2 for count in turns) >= 2:
             return
-        time.sleep(0.01)
-    raise AssertionError("the sessions did not come to their second turn")
+        time.sleep(0.005)
+    raise AssertionError(f"no two sessions were in the middle of their conversations: {client.task(name)}")
 
 
 def ended(client: Client, name: str) -> list[Trajectory]:
@@ -122,7 +126,7 @@ def check_labels(trajectories: list[Trajectory], weights: list[Path], old: int, 
         # Within a turn the version only grows.
         for turn in trajectory.turns:
             assert (np.diff(turn.versions) >= 0).all()
-    assert min(found.values()) > 100, f"one of the versions sampled hardly anything: {found}"
+    assert min(found.values()) > 40, f"one of the versions sampled hardly anything: {found}"
 
 
 def halved(trajectories: list[Trajectory]) -> int:
@@ -133,7 +137,7 @@ def halved(trajectories: list[Trajectory]) -> int:
 def test_turns_that_are_drained_are_of_one_version(client: Client, weights: list[Path]) -> None:
     old = client.policy().version
     client.submit(long_task("drained"))
-    sampling(client)
+    sampling(client, "drained")
     assert client.pause("drain").paused
     client.update_weights(weights[old + 1], old + 1)
     client.resume()
@@ -145,7 +149,7 @@ def test_turns_that_are_drained_are_of_one_version(client: Client, weights: list
 def test_turns_that_are_cut_go_on_under_the_version_that_follows(client: Client, weights: list[Path]) -> None:
     old = client.policy().version
     client.submit(long_task("cut"))
-    sampling(client)
+    sampling(client, "cut")
     client.pause("abort")
     client.update_weights(weights[old + 1], old + 1)
     client.resume()
@@ -158,7 +162,7 @@ def test_turns_that_are_cut_go_on_under_the_version_that_follows(client: Client,
 def test_a_push_without_a_pause_is_a_cut_between_two_steps(client: Client, weights: list[Path]) -> None:
     old = client.policy().version
     client.submit(long_task("pushed"))
-    sampling(client)
+    sampling(client, "pushed")
     client.update_weights(weights[old + 1], old + 1)
     found = ended(client, "pushed")
     check_labels(found, weights, old, old + 1)
