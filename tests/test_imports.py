@@ -20,7 +20,7 @@ PACKAGE = "towline"
 ROOT = Path(towline.__file__).parent
 
 LEAVES = {"arrays", "conversation", "errors", "images"}
-CORE = LEAVES | {"schema", "config", "crashpoints"}
+CORE = LEAVES | {"schema", "config", "crashpoints", "locks"}
 
 ALLOWED: dict[str, set[str]] = {
     # The words everything is said in
@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "images": {"arrays", "conversation"},
     "crashpoints": {"errors"},
+    "locks": set(),
     "schema": {"arrays", "errors"},
     "config": {"errors", "schema"},
     "assets": {"errors"},

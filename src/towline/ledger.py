@@ -7,7 +7,6 @@ crash cut in two is dropped. One process at a time holds a ledger.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from typing import IO, Any
 
 from pydantic import Field, ValidationError
 
+from towline import locks
 from towline.errors import TowlineError
 from towline.schema import Model, SessionState, Task, Trajectory
 from towline.schema.files import write_atomically
@@ -182,7 +182,7 @@ class Ledger:
 
     def _lock(self) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.take(self._file.fileno())
         except BlockingIOError as error:
             raise LedgerError(f"another process is at work in {self.folder}") from error
 

@@ -44,7 +44,7 @@ class ServeProcess:
         """As `kill -9` does."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
 
     def stop(self) -> None:
         assert self.process is not None

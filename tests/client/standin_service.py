@@ -329,10 +329,12 @@ def serving(stand_in: StandIn, port: int = 0) -> Iterator[str]:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()
+    until = time.monotonic() + 60
     while not server.started:
+        assert time.monotonic() < until, "the stand-in did not start"
         time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(60)

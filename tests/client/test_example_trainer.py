@@ -14,6 +14,8 @@ from pathlib import Path
 from standin_service import StandIn, serving
 
 SCRIPT = Path(__file__).parents[2] / "examples/trainer/train.py"
+PATIENCE = 120
+"""Seconds that anything here may take."""
 
 
 def test_a_trainer_that_is_killed_uses_every_session_exactly_once(tmp_path: Path) -> None:
@@ -30,15 +32,17 @@ def test_a_trainer_that_is_killed_uses_every_session_exactly_once(tmp_path: Path
         def run_until(moment: Callable[[], bool]) -> None:
             trainer = subprocess.Popen([sys.executable, str(SCRIPT)], env=environment)
             try:
+                until = time.monotonic() + PATIENCE
                 while not moment():
                     assert trainer.poll() is None, "the trainer ended by itself"
+                    assert time.monotonic() < until
                     time.sleep(0.005)
             finally:
                 trainer.kill()
-                trainer.wait()
+                trainer.wait(PATIENCE)
 
         # Killed before the first batch is whole.
-        finishing = threading.Thread(target=finish_slowly, args=(service,))
+        finishing = threading.Thread(target=finish_slowly, args=(service,), daemon=True)
         finishing.start()
         run_until(lambda: len(service.delivered) >= 3)
         assert used() == []
@@ -50,8 +54,9 @@ def test_a_trainer_that_is_killed_uses_every_session_exactly_once(tmp_path: Path
         assert set(used()) - {name for _, name in service.acked}
         service.most_acks = 1_000_000
         # And led to its end.
-        subprocess.run([sys.executable, str(SCRIPT)], env=environment, check=True, timeout=120)
-        finishing.join()
+        subprocess.run([sys.executable, str(SCRIPT)], env=environment, check=True, timeout=PATIENCE)
+        finishing.join(PATIENCE)
+        assert not finishing.is_alive()
 
     state = json.loads(checkpoint.read_text())
     assert sorted(state["used"]) == sorted(f"s-{name}" for name in service.trajectories)

@@ -92,7 +92,9 @@ def test_the_example_trainer_is_killed_and_the_service_too(serving: ServeProcess
         return subprocess.Popen([sys.executable, str(SCRIPT)], env=environment)
 
     def until(running: subprocess.Popen[bytes], count: int) -> None:
+        over = time.monotonic() + 240
         while used() < count:
+            assert time.monotonic() < over, f"{used()} of {count} were used"
             assert running.poll() is None, "the trainer ended by itself"
             time.sleep(0.01)
 
@@ -101,7 +103,7 @@ def test_the_example_trainer_is_killed_and_the_service_too(serving: ServeProcess
         until(running, 16)
     finally:
         running.kill()
-        running.wait()
+        running.wait(60)
     assert used() < 64
     running = trainer()
     try:
@@ -111,7 +113,7 @@ def test_the_example_trainer_is_killed_and_the_service_too(serving: ServeProcess
         assert running.wait(300) == 0
     finally:
         running.kill()
-        running.wait()
+        running.wait(60)
 
     state = json.loads(checkpoint.read_text())
     assert len(set(state["used"])) == len(state["used"]) == 64

@@ -65,17 +65,19 @@ def test_killed_twice_over_the_example_tasks_it_gives_what_an_uninterrupted_run_
     total = EXAMPLES * SAMPLES
     assert (told["samples"], told["accepted"], told["rejected"], told["failed"]) == (total, 6, total - 6, 0)
 
-    for kill in (signal.SIGKILL, signal.SIGTERM):
+    for kill in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
         before = finished(cut)
         with (tmp_path / "said.txt").open("ab") as said:
             process = subprocess.Popen(arguments(model, examples, cut, *more), stdout=said, stderr=said)
         try:
+            until = time.monotonic() + 240
             while finished(cut) < before + 3:
+                assert time.monotonic() < until, (tmp_path / "said.txt").read_text()
                 assert process.poll() is None, (tmp_path / "said.txt").read_text()
                 time.sleep(0.01)
         finally:
             os.kill(process.pid, kill)
-            process.wait()
+            process.wait(60)
         assert process.returncode != 0
         assert finished(cut) < total
     # A crash may also cut a line in two.
@@ -146,6 +148,6 @@ def test_a_finished_folder_is_judged_anew_without_running_anything(model: Path, 
     assert sum(loaded[0]["loss_mask"]) == loaded[0]["trained_tokens"]
 
     words = arguments(model, tasks, out, *more, "--temperature", "0.5")
-    other = subprocess.run(words, capture_output=True, text=True, check=False)
+    other = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert other.returncode == 1
     assert "was begun otherwise: session was" in " ".join(other.stderr.split())

@@ -10,7 +10,10 @@ from postgres import Postgres, running_postgres
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--crashes", type=int, default=2, help="random kills of a server on each database (default 2)")
+    parser.addoption("--crashes", type=int, default=10, help="random kills of a server on each database (default 10)")
+    parser.addoption(
+        "--all-crashes", action="store_true", help="all crash points with a real node, and ten random kills"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-_PATIENCE = 30
+_PATIENCE = 120
 
 
 class Postgres:
@@ -45,16 +45,20 @@ class Postgres:
         with (self.folder / "log").open("ab") as log:
             self._server = subprocess.Popen(command, stdout=log, stderr=log, **self._as_user())
         until = time.monotonic() + _PATIENCE
-        while subprocess.run([self._programs / "pg_isready", "-q", "-h", self.folder], check=False).returncode:
+        asking = [self._programs / "pg_isready", "-q", "-h", self.folder]
+        while subprocess.run(asking, check=False, timeout=_PATIENCE).returncode:
             assert self._server.poll() is None, (self.folder / "log").read_text()
             assert time.monotonic() < until, (self.folder / "log").read_text()
             time.sleep(0.02)
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
         if self._server is not None:
-            self._server.send_signal(how)
-            self._server.wait(_PATIENCE)
-            self._server = None
+            server, self._server = self._server, None
+            server.send_signal(how)
+            try:
+                server.wait(_PATIENCE)
+            finally:
+                server.kill()
 
     def database(self) -> str:
         """The URL of a fresh, empty database."""
@@ -64,7 +68,12 @@ class Postgres:
 
     def _run(self, program: str, *arguments: str) -> None:
         done = subprocess.run(
-            [self._programs / program, *arguments], capture_output=True, text=True, check=False, **self._as_user()
+            [self._programs / program, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_PATIENCE,
+            **self._as_user(),
         )
         assert done.returncode == 0, done.stderr
 
@@ -97,8 +106,8 @@ def running_postgres() -> Iterator[Postgres]:
         folder.chmod(0o755)
         server = Postgres(folder, _programs(), user)
         server.create()
-        server.start()
         try:
+            server.start()
             yield server
         finally:
             # Nothing of it is kept: there is nothing to write down first.

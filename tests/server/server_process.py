@@ -1,8 +1,8 @@
-"""A service in a process of its own, to be killed with SIGKILL.
+"""Servers in processes of their own, to be killed with SIGKILL, and whatever they leave behind.
 
-Run as a program it imports what is heavy once, and then forks a fresh process for every server that it is told to start,
-before anything of the server is imported: so a crash point is set as anywhere else, by the environment. `Nursery` and
-`Process` are the test's side of it.
+Run as a program it imports everything once, and then forks a fresh process for every server that it is told to start: with
+the fake runner, or `towline serve` with the options that a person would give. It adopts the orphans of whoever dies, so
+that nothing that a server ever started can get out of its sight. `Nursery` and `Process` are the test's side of it.
 """
 
 from __future__ import annotations
@@ -13,32 +13,42 @@ import ctypes
 import json
 import os
 import secrets
+import select
 import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 _PATIENCE = 60
+_PDEATHSIG, _SUBREAPER = 1, 36
+"""Of prctl(2)."""
 
 
 class Process:
     """One server process."""
 
-    def __init__(self, pid: int, ready: Path, log: Path):
+    def __init__(self, pid: int, said: Path, log: Path):
         self.pid = pid
-        self._ready = ready
+        self._said = said
         self.log = log
         self.url = ""
 
     async def listening(self) -> bool:
-        """Whether it came to listen; a crash point may be on the way."""
-        while not await asyncio.to_thread(self._ready.exists):
-            if not self.alive():
+        """Whether it came to listen; a crash may be on the way."""
+        until = time.monotonic() + _PATIENCE
+        while not self.url:
+            line, end, _ = self._said.read_text().partition("\n") if self._said.exists() else ("", "", "")
+            if end:
+                self.url = str(json.loads(line)["url"])
+            elif not self.alive():
                 return False
-            await asyncio.sleep(0.005)
-        self.url = await asyncio.to_thread(self._ready.read_text)
+            else:
+                assert time.monotonic() < until, "the server did not come to listen\n" + self.log.read_text()
+                await asyncio.sleep(0.005)
         return True
 
     def alive(self) -> bool:
@@ -48,9 +58,9 @@ class Process:
             return False
         return True
 
-    def kill(self) -> None:
+    def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, how)
 
     async def dead(self) -> None:
         until = time.monotonic() + _PATIENCE
@@ -68,58 +78,96 @@ class Nursery:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def start(self, data: Path, database: str, crash_at: str = "") -> Process:
+    def start(self, data: Path, database: str, crash_at: str = "", serve: Sequence[str] = ()) -> Process:
+        """A server that dies at the crash point named; with options of `towline serve`, that command."""
         name = secrets.token_hex(4)
-        ready, log = self._scratch / f"{name}.ready", self._scratch / f"{name}.log"
-        order = {"data": str(data), "database": database, "crash_at": crash_at, "ready": str(ready), "log": str(log)}
+        said, log = self._scratch / f"{name}.said", self._scratch / f"{name}.log"
+        places = {"data": str(data), "database": database, "said": str(said), "log": str(log)}
         assert self._forker.stdin is not None
         assert self._forker.stdout is not None
-        self._forker.stdin.write(json.dumps(order) + "\n")
+        self._forker.stdin.write(json.dumps(places | {"crash_at": crash_at, "serve": list(serve)}) + "\n")
         self._forker.stdin.flush()
-        return Process(int(self._forker.stdout.readline()), ready, log)
+        assert select.select([self._forker.stdout], [], [], _PATIENCE)[0], "the forker does not answer"
+        return Process(int(self._forker.stdout.readline()), said, log)
+
+    def strays(self, alive: Process | None = None) -> list[str]:
+        """Processes that servers started and that are not below the one that is alive."""
+        parents: dict[int, tuple[int, str]] = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with contextlib.suppress(OSError):
+                    state, parent, *_ = Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()
+                    parents[int(entry)] = (int(parent), state)
+        known, found = {self._forker.pid}, []
+        while fresh := [pid for pid, (parent, _) in parents.items() if parent in known and pid not in known]:
+            known |= set(fresh) - {alive.pid if alive else 0}
+            parents = {pid: one for pid, one in parents.items() if alive is None or pid != alive.pid}
+            found += [pid for pid in fresh if pid in parents and parents[pid][1] not in "ZX"]
+        told = []
+        for pid in found:
+            with contextlib.suppress(OSError):
+                told.append(f"{pid} {Path('/proc', str(pid), 'cmdline').read_bytes()[:200]!r}")
+        return told
 
     def close(self) -> None:
-        """Ends every process that it started, too."""
+        """Ends every server that it started, too."""
         assert self._forker.stdin is not None
         assert self._forker.stdout is not None
         self._forker.stdin.close()
-        self._forker.wait(_PATIENCE)
-        self._forker.stdout.close()
+        try:
+            self._forker.wait(_PATIENCE)
+        finally:
+            self._forker.kill()
+            self._forker.wait(_PATIENCE)
+            self._forker.stdout.close()
 
 
 def _fork_servers() -> None:
-    # Everything heavy, but nothing of the server.
-    import aiohttp  # noqa: F401
-    import aiosqlite  # noqa: F401
-    import alembic.command  # noqa: F401
+    # All that a server needs, so that each is there in a moment.
     import asyncpg  # noqa: F401
-    import fastapi  # noqa: F401
-    import prometheus_client  # noqa: F401
-    import pyarrow.ipc  # noqa: F401
-    import sqlalchemy.ext.asyncio  # noqa: F401
-    import uvicorn  # noqa: F401
-    import uvloop  # noqa: F401
 
-    import towline.config  # noqa: F401
+    import towline.benchmarks.fake_runner
+    import towline.cli.serve
+    import towline.engines.scripted
+    import towline.rollout
+    import towline.server.local
+    import towline.server.serving  # noqa: F401
 
-    assert "towline.crashpoints" not in sys.modules
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SUBREAPER, 1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not kept
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            # It dies with its parent.
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+            prctl(_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _run_server(json.loads(line))
-            os._exit(0)
+            code = 1
+            try:
+                _run_server(json.loads(line))
+            except SystemExit as ended:
+                code = int(ended.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
         print(pid, flush=True)
 
 
 def _run_server(order: dict[str, Any]) -> None:
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ["TOWLINE_CRASH_AT"] = order["crash_at"]
+    for number, name in ((1, "said"), (2, "log")):
+        os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+
+    from towline import crashpoints
+
+    # As the variable does for a program that has imported nothing yet.
+    crashpoints._name, crashpoints._left = crashpoints._parse(order["crash_at"])
+    if order["serve"]:
+        from towline.cli.serve import app
+
+        os.environ["TOWLINE_SERVER__DATABASE"] = order["database"]
+        app([*order["serve"], "--port", "0", "--data", order["data"], "--json"])
+        return
 
     import logging
 
@@ -132,10 +180,7 @@ def _run_server(order: dict[str, Any]) -> None:
     async def serve() -> None:
         settings = ServerSettings(port=0, data=Path(order["data"]), database=order["database"])
         async with serving(settings, FakeRunner(capacity=16)) as running:
-            ready = Path(order["ready"])
-            draft = ready.with_suffix(".draft")
-            draft.write_text(running.url)
-            draft.rename(ready)
+            print(json.dumps({"url": running.url}), flush=True)
             await asyncio.Event().wait()
 
     logging.basicConfig(level=logging.INFO)

@@ -21,7 +21,7 @@ from towline.schema import Problem
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Iterator[str]:
     """A service in a thread of its own, since the requests are made by a client that blocks. PostgreSQL is the stricter."""
-    ready, stop, urls = threading.Event(), threading.Event(), []
+    ready, urls, ends = threading.Event(), [], []
 
     async def serve() -> None:
         async with rig(tmp_path_factory.mktemp("openapi"), postgres.database()) as r:
@@ -29,15 +29,21 @@ def served(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Iter
             await r.caller.take(2)
             r.service.settings = r.service.settings.model_copy(update={"wait_seconds": 0.01})
             urls.append(r.url)
+            stop, loop = asyncio.Event(), asyncio.get_running_loop()
+            ends.append(lambda: loop.call_soon_threadsafe(stop.set))
             ready.set()
-            await asyncio.to_thread(stop.wait)
+            await stop.wait()
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    # A daemon: one that failed, or does not end, does not keep the whole test run from ending.
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
-    assert ready.wait(30)
-    yield urls[0]
-    stop.set()
-    thread.join(30)
+    try:
+        assert ready.wait(120)
+        yield urls[0]
+    finally:
+        for end in ends:
+            end()
+        thread.join(60)
 
 
 def test_no_request_breaks_the_service(served: str) -> None:
@@ -60,7 +66,7 @@ def _try(cases: Any, statuses: Counter[int]) -> None:
     @given(case=cases)
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def try_one(case: schemathesis.Case) -> None:
-        response = case.call()
+        response = case.call(timeout=60)
         statuses[response.status_code] += 1
         assert response.status_code < 500, (case, response.text)
         if response.status_code >= 400:

@@ -132,7 +132,7 @@ async def test_a_service_from_start_to_stop(model: Path, tmp_path: Path) -> None
         made = await asyncio.to_thread(
             subprocess.run,
             [sys.executable, "-c", "from towline.cli.serve import app; app()", "keys", "create", "--role", "admin", "--data", data],
-            capture_output=True, text=True, check=True,
+            capture_output=True, text=True, check=True, timeout=_PATIENCE,
         )  # fmt: skip
         key = made.stdout.strip()
         assert key.startswith("tlk-")
@@ -176,24 +176,5 @@ async def test_a_crash_leaves_no_process_and_loses_no_turn(model: Path, tmp_path
         await caller.ok("DELETE", "/v1/tasks/hang")
         results = await caller.take(2)
         assert {one.sessions[0].state.value for one in results} == {"cancelled"}
-        assert await process.ended(signal.SIGTERM) == 0
-    assert processes(mark) == []
-
-
-@pytest.mark.parametrize("point", ["gateway.before_journal:2", "gateway.after_journal:2"])
-async def test_a_crash_at_the_journal(model: Path, tmp_path: Path, point: str) -> None:
-    data, mark = tmp_path / "data", f"mark-{secrets.token_hex(6)}"
-    process = Served(data, model, point)
-    try:
-        url = await process.listening()
-        async with aiohttp.ClientSession(url) as web:
-            await Caller(web).submit(work("a", "work", mark, num_samples=2))
-        assert await process.ended() == -signal.SIGKILL
-    finally:
-        process.close()
-    async with served(data, model) as (process, caller):
-        (group,) = await caller.take(1, unit="group")
-        assert [one.reward for one in group.sessions] == [1.0, 1.0]
-        assert max(one.attempt for one in group.sessions) == 2
         assert await process.ended(signal.SIGTERM) == 0
     assert processes(mark) == []

@@ -1,27 +1,29 @@
-"""kill -9 at named points and at random, on both databases: no task is lost, no result is lost, and nothing comes again
-after its acknowledgement was answered.
+"""kill -9 at named points and at random, on both databases: no task is lost, no result is lost, nothing comes again after
+its acknowledgement was answered, and nothing of a dead server is left when the next one listens.
 
-The clients know nothing of crashes: they send again what got no answer, as `towline.Client` does.
+The first test has a runner that runs nothing, and so meets the server's own points many times; the second is
+`towline serve` with sandboxes, gateway and journal. `make test-crashes` takes every point there, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
+from crashing import SAMPLES, Trainer, hook, look
 from server_process import Nursery, Process
-from sqlalchemy import select
 
-from towline.schema import Trajectory
-from towline.server import tables
-from towline.server.segments import Piece, Segments
-from towline.server.store import Store, database_url
+from towline.tiny import tokenizer
 
 POINTS = [
     f"server.{when}_{what}:{nth}"
@@ -36,175 +38,186 @@ POINTS = [
     )
     for when in ("before", "after")
 ]
-SAMPLES = 3
-
-
-class Lost(Exception):
-    """There was no answer."""
+NODE_POINTS = [
+    "gateway.before_journal:5",
+    "gateway.after_journal:5",
+    "journal.before_write:9",
+    "journal.after_write:9",
+    "journal.after_sync:9",
+    "gateway.before_reply:5",
+    "gateway.after_reply:5",
+    "gateway.before_sealed:2",
+    "gateway.after_sealed:2",
+]
+"""On the way of a turn, which only a real node has."""
+FEW = ["gateway.before_journal:5", "gateway.after_journal:5", "server.after_segment:2"]
+AGENT = Path(__file__).parents[1] / "node" / "program"
 
 
 @pytest.fixture(scope="module")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     nursery = Nursery(tmp_path_factory.mktemp("processes"))
-    yield nursery
-    nursery.close()
+    try:
+        yield nursery
+    finally:
+        nursery.close()
 
 
-class Trainer:
-    """Submits tasks and uses what comes of them; remembers what it was told."""
+@dataclass
+class Crashes:
+    """Servers on one store, one after the other, each of which dies."""
 
-    def __init__(self, http: aiohttp.ClientSession, hook: str):
-        self.http = http
-        self.hook = hook
-        self.accepted: set[str] = set()
-        self.owed: list[dict[str, Any]] = []
-        """Tasks that were sent and not answered: they are sent again."""
-        self.used: dict[str, dict[str, dict[str, Any]]] = {"session": {}, "group": {}}
-        self.unanswered: dict[str, set[str]] = {"session": set(), "group": set()}
-        """Acknowledgements that were sent and not answered."""
-        self.acked: set[str] = set()
-        self.url = ""
+    nursery: Nursery
+    data: Path
+    database: str
+    serve: Sequence[str] = ()
+    count: int = 0
+    keepers: set[str] = field(default_factory=set)
+    """Names that sandboxes' keepers had."""
 
-    async def call(self, method: str, path: str, body: Any = None, **params: Any) -> Any:
-        try:
-            async with self.http.request(method, self.url + path, json=body, params=params) as answer:
-                found = await answer.json()
-                assert answer.status == 200, found
-                return found
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise Lost from error
+    async def at(self, point: str, trainer: Trainer) -> None:
+        process = self.start(point)
+        if await self.ready(process):
+            await trainer.work(process)
+        await process.dead()
+        self.count += 1
 
-    async def submit(self, calls: int) -> None:
-        for _ in range(calls):
-            if not self.owed:
-                first = len(self.accepted)
-                self.owed = [self._task(number) for number in range(first, first + 5)]
-            await self.call("POST", "/v1/tasks", self.owed)
-            self.accepted |= {one["task_id"] for one in self.owed}
-            self.owed = []
+    async def at_random(self, longest: float, trainer: Trainer) -> None:
+        """At any moment after its start, or after it has begun to listen."""
+        process = self.start()
+        moment = partial(asyncio.get_running_loop().call_later, random.uniform(0.0, longest), process.kill)
+        if self.count % 2:
+            moment()
+        if await self.ready(process):
+            if not self.count % 2:
+                moment()
+            await trainer.work(process)
+        await process.dead()
+        self.count += 1
 
-    def _task(self, number: int) -> dict[str, Any]:
-        options = {"seconds": [0.0, 0.01, 0.03], "fail": [number % 2, 0, 0]}
-        return {
-            "task_id": f"task/{number}",
-            "instruction": "x",
-            "harness": "fake",
-            "harness_options": options,
-            "num_samples": SAMPLES,
-            "max_attempts": 1000,
-            "callback": self.hook,
-        }
+    async def unharmed(self) -> Process:
+        process = self.start()
+        assert await self.ready(process), process.log.read_text()
+        return process
 
-    async def consume(self, unit: str, *, until: int | None = None) -> None:
-        """Use results until the server is gone, or there are so many."""
-        while until is None or len(self.used[unit]) < until or self.unanswered[unit]:
-            if self.unanswered[unit]:
-                ids = sorted(self.unanswered[unit])
-                told = await self.call("POST", "/v1/results/ack", {"consumer": unit, "result_ids": ids})
-                assert told == {"acked": ids, "unknown": []}
-                self.acked |= self.unanswered[unit]
-                self.unanswered[unit] = set()
-            found = await self.call("GET", "/v1/results", consumer=unit, unit=unit, wait="0.5", max="10", lease="0.5")
-            for result in found["results"]:
-                name = result["result_id"]
-                assert name not in self.acked, "delivered again after its acknowledgement"
-                assert self.used[unit].setdefault(name, result)["sessions"] == result["sessions"]
-                self.unanswered[unit].add(name)
+    def start(self, point: str = "") -> Process:
+        self.keepers |= self._folders()
+        return self.nursery.start(self.data, self.database, point, self.serve)
 
-    async def work(self, process: Process, calls: int) -> None:
-        """Until the server is gone."""
-        self.url = process.url
+    async def ready(self, process: Process) -> bool:
+        """Whether it listens; then nothing of those before it is there any more."""
+        if not await process.listening():
+            return False
+        before, now = self.keepers, self._folders()
+        assert before.isdisjoint(now), "folders of a dead server"
+        await self._nothing_left(process)
+        self.keepers = before | now
+        return True
 
-        async def until_lost(work: Any) -> None:
-            try:
-                await work
-            except Lost:
+    async def none_left(self) -> None:
+        """After a server that ended in order."""
+        assert self._folders() == set()
+        await self._nothing_left(None)
+
+    async def _nothing_left(self, alive: Process | None) -> None:
+        found: list[str] = []
+        for _ in range(40):  # what was killed may take a moment to be gone
+            found = self.nursery.strays(alive) + self._groups() + self._mounts()
+            if not found or (alive is not None and not alive.alive()):
                 return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"left by a dead server: {found}")
 
-        await asyncio.gather(
-            *(until_lost(work) for work in (self.submit(calls), self.consume("session"), self.consume("group")))
-        )
+    def _folders(self) -> set[str]:
+        return {path.name for path in (self.data / "sandboxes" / "bubblewrap").glob("keeper-*")}
+
+    def _groups(self) -> list[str]:
+        """Control groups of keepers that are gone."""
+        if not self.keepers:
+            return []
+        names = {f"towline-{name.removeprefix('keeper-')}" for name in self.keepers}
+        return [f"{path}/{name}" for path, folders, _ in os.walk("/sys/fs/cgroup") for name in names & set(folders)]
+
+    def _mounts(self) -> list[str]:
+        return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(self.data) in line]
 
 
-async def look(data: Path, database: str, trainer: Trainer) -> None:
-    """The store holds what the trainer was told, and its files are those that its rows name."""
-    store = Store(database_url(database, data))
-    await store.open(serving=False)
-    async with store.read() as tx:
-        tasks = {row.task_id: row for row in await tx.execute(select(tables.tasks))}
-        rows = list(await tx.execute(select(tables.sessions)))
-        results = list(await tx.execute(select(tables.results)))
-    await store.close()
-    assert trainer.accepted == set(tasks)
-    assert {(row.state, row.finished, row.usable) for row in tasks.values()} == {("done", SAMPLES, SAMPLES)}
-    assert {row.phase for row in rows} == {2}
-    final = [(row.task_id, row.session_id) for row in results if row.unit == "session"]
-    assert len(final) == len(tasks) * SAMPLES
-    used = [one["sessions"][0] for one in trainer.used["session"].values()]
-    assert sorted((one["task_id"], one["session_id"]) for one in used) == sorted(final)
-    assert len({(one["task_id"], one["sample"]) for one in used}) == len(used)
-    groups = list(trainer.used["group"].values())
-    assert sorted(one["task_id"] for one in groups) == sorted(tasks)
-    assert {len(one["sessions"]) for one in groups} == {SAMPLES}
-    segments = Segments(data / "segments")
-    for row in rows:
-        if row.segment is not None:
-            trajectory = Trajectory.from_arrow(await segments.read(Piece.at(row.segment, row.place, row.sha256)))
-            assert (trajectory.session_id, trajectory.group_id) == (row.session_id, row.task_id)
-    named = {row.segment for row in rows if row.segment}
-    there = {str(path.relative_to(data / "segments")) for path in (data / "segments").rglob("*.arrow")}
-    assert there == named, "orphans"
-    lost = sum(row.state == "lost" for row in rows)
-    assert lost > 0, "no crash met a session under way"
+def web_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
+
+
+async def told_of(told: set[str], tasks: set[str]) -> None:
+    for _ in range(3000):
+        if told >= tasks:
+            break
+        await asyncio.sleep(0.01)
+    assert told == tasks
 
 
 async def test_crashes(nursery: Nursery, database: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    told: set[str] = set()
+    crashes = Crashes(nursery, tmp_path, database)
 
-    async def hear(hint: web.Request) -> web.Response:
-        told.add((await hint.json())["task_id"])
-        return web.Response()
+    def task(number: int) -> dict[str, Any]:
+        options = {"seconds": [0.0, 0.01, 0.03], "fail": [number % 2, 0, 0]}
+        fixed = {"instruction": "x", "harness": "fake", "num_samples": SAMPLES, "max_attempts": 1000}
+        return {"task_id": f"task/{number}", "harness_options": options, "callback": address, **fixed}
 
-    site = web.Application()
-    site.router.add_post("/hook", hear)
-    runner = web.AppRunner(site)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    hook = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as http:
-        trainer = Trainer(http, hook)
+    async with hook() as (address, told), web_session() as http:
+        trainer = Trainer(http, task, calls=3, tasks=5)
         for point in POINTS:
-            process = nursery.start(tmp_path, database, point)
-            if await process.listening():
-                await trainer.work(process, 3)
-            await process.dead()
-        for _ in range(request.config.getoption("--crashes", default=2)):
-            process = nursery.start(tmp_path, database)
-            assert await process.listening(), process.log.read_text()
-            working = asyncio.create_task(trainer.work(process, 6))
-            await asyncio.sleep(random.uniform(0.05, 0.5))
-            process.kill()
-            await working
-            await process.dead()
-        process = nursery.start(tmp_path, database)
-        assert await process.listening(), process.log.read_text()
-        trainer.url = process.url
-        if trainer.owed:
-            await trainer.submit(1)
-        count = len(trainer.accepted)
-        await asyncio.gather(trainer.consume("session", until=count * SAMPLES), trainer.consume("group", until=count))
-        for _ in range(1000):
-            if told >= trainer.accepted:
-                break
-            await asyncio.sleep(0.01)
+            await crashes.at(point, trainer)
+        for _ in range(request.config.getoption("--crashes", default=10)):
+            await crashes.at_random(0.6, trainer)
+        process = await crashes.unharmed()
+        await trainer.finish(process)
+        await told_of(told, trainer.accepted)
         process.kill()
         await process.dead()
         # One more start: whatever the last crash left is collected.
-        process = nursery.start(tmp_path, database)
-        assert await process.listening()
+        process = await crashes.unharmed()
         process.kill()
         await process.dead()
-    await runner.cleanup()
-    assert told == trainer.accepted
-    assert count * SAMPLES >= 200, "hundreds of sessions"
-    await look(tmp_path, database, trainer)
+    assert len(trainer.accepted) * SAMPLES >= 200, "hundreds of sessions"
+    assert await look(tmp_path, database, trainer) > 0, "no crash met a session under way"
+
+
+async def test_crashes_with_a_real_node(
+    nursery: Nursery, database: str, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    all_points = request.config.getoption("--all-crashes", default=False)
+    points = [*NODE_POINTS, *POINTS] if all_points else FEW
+    (tmp_path / "model").mkdir()
+    tokenizer.write(tmp_path / "model")
+    data = tmp_path / "data"
+    serve = ["--engine=scripted", f"--model={tmp_path / 'model'}", "--sandbox=bubblewrap", "--concurrency=4"]
+    crashes = Crashes(nursery, data, database, serve)
+
+    def task(number: int) -> dict[str, Any]:
+        options = {"command": "python3 {program}/agent.py work", "folder": str(AGENT)}
+        fixed = {"instruction": "Say hello.", "harness": "shell", "num_samples": SAMPLES, "max_attempts": 1000}
+        said = {"harness_options": options, "evaluator": {"kind": "completed"}, "callback": address}
+        return {"task_id": f"task/{number}", **fixed, **said}
+
+    began = time.monotonic()
+    async with hook() as (address, told), web_session() as http:
+        trainer = Trainer(http, task, calls=2, tasks=4 if all_points else 2)
+        for point in points:
+            await crashes.at(point, trainer)
+        for _ in range(10 if all_points else 1):
+            await crashes.at_random(2.5, trainer)
+        process = await crashes.unharmed()
+        await trainer.finish(process)
+        await told_of(told, trainer.accepted)
+        process.kill(signal.SIGTERM)
+        await process.dead()
+    await crashes.none_left()
+    assert list((data / "trajectories").iterdir()) == [], "they are segments now"
+    lost = await look(data, database, trainer)
+    assert lost > 0, "no crash met a session under way"
+    with capsys.disabled():
+        sessions = len(trainer.accepted) * SAMPLES
+        print(
+            f" {crashes.count} crashes, {sessions} sessions, {lost} attempts lost and made again, "
+            f"{time.monotonic() - began:.0f} s ",
+            end="",
+        )

@@ -90,9 +90,10 @@ async def test_a_result_that_commits_late_is_not_skipped(database: str, tmp_path
                 return
 
     reading = asyncio.create_task(read())
-    await asyncio.gather(*(publish(10) for _ in range(6)))
-    publishing = False
-    await reading
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(publish(10) for _ in range(6)))
+        publishing = False
+        await reading
     await store.close()
     assert seen == list(range(1, 121))
 

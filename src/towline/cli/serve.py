@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
@@ -50,6 +51,7 @@ def serve(
 
     With no option it serves the tiny model on the embedded engine. A store on PostgreSQL is named by
     `TOWLINE_SERVER__DATABASE`. Stop it with Ctrl-C: sessions under way end, or are kept and run again at the next start.
+    A second Ctrl-C leaves at once, and loses nothing either.
     """
     if context.invoked_subcommand is not None:
         return
@@ -79,13 +81,21 @@ def _settings(config: Path | None, **overrides: dict[str, Any]) -> Settings:
 async def _serve(gateway: Gateway, settings: Settings, console: Console, as_json: bool) -> None:
     from towline import rollout
     from towline.engines.pool import Pool
+    from towline.gateway.heap import serving_for_long
     from towline.server.local import NodeRunner
     from towline.server.serving import serving
 
     stop = asyncio.Event()
+
+    def asked() -> None:
+        if stop.is_set():
+            # As safe as any crash: the next server finds everything, and sandboxes end with this process.
+            os._exit(130)
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, stop.set)
+        loop.add_signal_handler(name, asked)
     async with (
         rollout.node_on(gateway, settings, settings.server.data) as node,
         serving(settings.server, NodeRunner(node)) as running,
@@ -103,9 +113,12 @@ async def _serve(gateway: Gateway, settings: Settings, console: Console, as_json
             waiting = running.service.scheduler.waiting
             if waiting:
                 console.print(f"  waiting    {waiting} sessions from before")
-        await stop.wait()
+        with serving_for_long():
+            await stop.wait()
         if not as_json:
-            console.print(f"stopping; sessions have {settings.server.stop_seconds:g} seconds to end")
+            console.print(
+                f"stopping; sessions have {settings.server.stop_seconds:g} seconds to end (Ctrl-C again leaves at once)"
+            )
 
 
 # Keys

@@ -132,7 +132,8 @@ class Scheduler:
         left = [*self._loops, *self.flights.values()]
         for work in left:
             work.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        if left:
+            await asyncio.wait(left, timeout=_PATIENCE)
 
     async def _land(self, seconds: float) -> None:
         if self.flights:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
@@ -23,6 +22,7 @@ from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from towline import locks
 from towline.errors import ConfigError
 from towline.schema.files import dump_json
 from towline.server import tables
@@ -37,6 +37,8 @@ _WRITES = "towline_writes"
 _AGAIN = ("40001", "40P01")
 """PostgreSQL: serialization failure, deadlock."""
 _TAKEN = "another server uses this database; stop it, or give this one a database of its own"
+_GOODBYE = 10.0
+"""Seconds that connections have to close."""
 CHUNK = 500
 """Most values in one `IN`."""
 
@@ -79,7 +81,11 @@ class Store:
                 event.listen(engine.sync_engine, "begin", _begin_sqlite)
             else:
                 # Connections that broke while they were idle are noticed before they are used.
-                engine = create_async_engine(self.url, pool_pre_ping=True, pool_size=10, max_overflow=10)
+                # One that answers nothing at all, because the network is cut, is given up in the end.
+                waits = {"timeout": 30, "command_timeout": 300}
+                engine = create_async_engine(
+                    self.url, pool_pre_ping=True, pool_size=10, max_overflow=10, connect_args=waits
+                )
         except (ImportError, NoSuchModuleError) as error:
             raise ConfigError("a store on PostgreSQL needs its driver: pip install 'towline[postgres]'") from error
         return engine
@@ -148,7 +154,11 @@ class Store:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-        await self._engine.dispose()
+        try:
+            async with asyncio.timeout(_GOODBYE):
+                await self._engine.dispose()
+        except TimeoutError:
+            log.warning("the connections to the database do not close; they end with this process")
 
     # Transactions
 
@@ -191,7 +201,7 @@ def _locked(path: Path) -> int:
     """A descriptor of the file, locked for as long as it is open: a killed server leaves no lock behind."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.take(descriptor)
     except BlockingIOError as error:
         os.close(descriptor)
         raise StoreError(_TAKEN) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import socket
 import sys
@@ -16,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+from towline import locks
 from towline.crashpoints import crash_point
 from towline.errors import ConfigError
 from towline.gateway.journal.codec import JournalError, Record, RecordError, decode
@@ -346,7 +346,7 @@ def _lock_folder(folder: Path) -> int:
     """Take the folder for this process; the kernel gives it back when the process ends, however it ends."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.take(handle)
         since = datetime.now(UTC).isoformat(timespec="seconds")
         who = f"process {os.getpid()} ({Path(sys.argv[0]).name}) on {socket.gethostname()} since {since}"
         os.ftruncate(handle, 0)
