@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from towline.evaluators import leaks
-from towline.evaluators.base import Carried, Evaluator, Outcome
+from towline.evaluators.base import Carried, Evaluator, JudgesSteps, Outcome
 from towline.evaluators.inside import put_files
 from towline.evaluators.registry import make_evaluator
 from towline.sandboxes.base import Runtime, Sandbox, Spec, execute
@@ -108,16 +108,39 @@ class Rig:
         async with self.furnished() as sandbox:
             if audited:
                 assert await leaks.before_run(sandbox, self.task, self.evaluator) == []
-            done = await execute(sandbox, ("sh", "-c", script), seconds=60)
-            assert done.ok, done.text
-            await sandbox.kill()
+            judged: list[Mapping[str, float]] = []
+            for index in range(max(1, len(self.task.steps))):
+                if index:
+                    self.lent = sandbox
+                    assert isinstance(self.evaluator, JudgesSteps)
+                    found, follows = await self.evaluator.judge_step(self, index - 1)
+                    self.lent = None
+                    judged.append(found)
+                    if not follows:
+                        break
+                await self._act(sandbox, script, index)
+                given = index + 1
             carried: Carried = await self.evaluator.collect(sandbox, self.task)
             self.notes = carried.notes + await leaks.after_run(sandbox, self.task, self.evaluator)
-            outcome = Outcome(exit_code, end_reason, answer, trajectory or a_trajectory())
+            steps_given = given if self.task.steps else None
+            outcome = Outcome(exit_code, end_reason, answer, trajectory or a_trajectory(), steps_given, judged)
             if self.evaluator.shared:
                 self.lent = sandbox
                 return await self.evaluator.evaluate(self, outcome, carried)
         return await self.evaluator.evaluate(self, outcome, carried)
+
+    async def _act(self, sandbox: Sandbox, script: str, index: int) -> None:
+        """The agent's part, of one step if there are any; then nothing of it lives."""
+        env = {}
+        if self.task.steps:
+            step = self.task.steps[index]
+            env["TOWLINE_STEP"] = step.name
+            await put_files(sandbox, step.files)
+            for command in step.setup:
+                assert (await execute(sandbox, ("sh", "-c", command))).ok
+        done = await execute(sandbox, ("sh", "-c", script), env=env, seconds=60)
+        assert done.ok, done.text
+        await sandbox.kill()
 
 
 MakeRig = Callable[..., Rig]

@@ -73,9 +73,12 @@ async def test_the_oracle_scores_1(name: str, bubblewrap: Runtime, tmp_path: Pat
 
 async def test_half_of_two_steps_is_half_the_reward(bubblewrap: Runtime, tmp_path: Path) -> None:
     rig = await built("stock-take", bubblewrap, tmp_path, by_oracle=True)
-    first, second = rig.task.harness_options["command"].split(" && rm ")
-    assert (await rig.judge(first)).value == 0.5
-    assert (await rig.judge(f"rm {second}")).value == 0
+    solution = rig.task.harness_options["command"]
+    half = await rig.judge(f'if [ "$TOWLINE_STEP" = clean ]; then {solution}; fi')
+    assert (half.value, half.components) == (0.5, {"step.clean": 1, "step.reorder": 0})
+    # Without the first step there is no second.
+    late = await rig.judge(f'if [ "$TOWLINE_STEP" = reorder ]; then {solution}; fi')
+    assert (late.value, late.components) == (0, {"step.clean": 0})
 
 
 async def test_a_solution_that_lies_about_may_not_be_there(bubblewrap: Runtime, tmp_path: Path) -> None:

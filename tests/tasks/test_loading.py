@@ -144,22 +144,31 @@ timeout_sec = 7
 name = "two"
 [steps.agent]
 timeout_sec = 20
+[steps.healthcheck]
+command = "test -f ready"
 """
     files = {
         f"steps__{name}__{part}": f"#!/bin/{shell}\n{name}"
         for name, shell in {"one": "bash", "two": "sh"}.items()
         for part in ("instruction.md", "tests__test.sh", "solution__solve.sh")
     }
+    files["steps__two__workdir__setup.sh"] = "#!/bin/bash\ntouch ready"
     (task,) = load([harbor(tmp_path / "steps", toml, **files)], harness="pi")
     assert task.instruction == "# Step 1 of 2\n\n#!/bin/bash\none\n\n# Step 2 of 2\n\n#!/bin/sh\ntwo\n"
-    assert (task.timeouts.run, task.timeouts.evaluate) == (30, 7 + 600 + 60)
+    assert [step.instruction for step in task.steps] == ["#!/bin/bash\none", "#!/bin/sh\ntwo"]
+    assert [step.seconds for step in task.steps] == [None, 20]
+    (brought,) = task.steps[1].files
+    assert (brought.target, brought.source) == ("/srv/app", str(tmp_path / "steps/steps/two/workdir"))
+    assert task.steps[1].setup[0] == "bash ./setup.sh"
+    assert "ready" in task.steps[1].setup[1]
+    assert (task.steps[0].files, task.steps[0].setup) == ([], [])
+    assert (task.timeouts.run, task.timeouts.evaluate) == (10, 7 + 600 + 60)
     assert [step["name"] for step in task.evaluator["steps"]] == ["one", "two"]
     assert make_evaluator(task.evaluator) is not None
     solved = oracle(task)
     assert solved.harness == "oracle"
     assert list(solved.harness_options.values()) == [
-        "rm -rf /solution && cp -R /solutions/one /solution && bash /solution/solve.sh && "
-        "rm -rf /solution && cp -R /solutions/two /solution && sh /solution/solve.sh"
+        'rm -rf /solution && cp -R "/solutions/$TOWLINE_STEP" /solution && bash /solution/solve.sh'
     ]
     assert [file.target for file in solved.environment.files] == ["/solutions/one", "/solutions/two"]
     evaluator = make_evaluator(solved.evaluator)
@@ -294,7 +303,6 @@ def test_a_wrong_row_names_its_place(tmp_path: Path, row: Any, reason: str) -> N
         ("[[verifier.collect]]\ncommand = 'x'", {}, r"verifier\.collect: "),
         ("[[steps]]\nname = '../x'", {}, r"steps\.0\.name: "),
         ("[[steps]]\nname = 'a'\n[[steps]]\nname = 'a'", {}, "same name"),
-        ("[[steps]]\nname = 'a'", {"steps__a__instruction.md": "x", "steps__a__workdir__f": "x"}, "held back"),
     ],
 )
 def test_a_wrong_harbor_folder_names_its_place(tmp_path: Path, toml: str, files: dict[str, str], reason: str) -> None:

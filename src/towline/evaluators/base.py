@@ -7,11 +7,11 @@ files only now. An evaluator that breaks raises `EvaluationError`: that is never
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from towline.errors import TowlineError
 from towline.sandboxes.base import Sandbox
@@ -43,6 +43,10 @@ class Outcome:
     answer: str
     """The last thing the agent said: the text of the last reply of the main conversation."""
     trajectory: Trajectory
+    steps_given: int | None = None
+    """How many of the task's steps the agent was given; `None` for a task that has none."""
+    judged: Sequence[Mapping[str, float]] = ()
+    """What the steps scored that were judged before the next one began."""
 
 
 class Bench(Protocol):
@@ -61,7 +65,7 @@ class Bench(Protocol):
         ...
 
     def used(self) -> Sandbox | None:
-        """The agent's own sandbox, still there only for evaluators with `shared`."""
+        """The agent's own sandbox: in `evaluate` still there only for evaluators with `shared`."""
         ...
 
 
@@ -89,3 +93,15 @@ class Evaluator(Protocol):
         ...
 
     async def evaluate(self, bench: Bench, outcome: Outcome, carried: Carried) -> Reward: ...
+
+
+@runtime_checkable
+class JudgesSteps(Protocol):
+    """An evaluator that scores each step of a task before the next one begins."""
+
+    async def judge_step(self, bench: Bench, index: int) -> tuple[Mapping[str, float], bool]:
+        """What a step scored, with the agent's own sandbox as it is at its end, and whether the next one may begin.
+
+        The agent's processes are dead; nothing of the verifier's may be in its sandbox afterwards.
+        """
+        ...

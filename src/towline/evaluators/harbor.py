@@ -5,7 +5,8 @@ output in `/logs/verifier`, and the score is what it wrote there: `reward.json` 
 nothing. A score that is missing, empty or not finite is an error.
 
 The tests run in a clean sandbox that the working folder and the declared artifacts were carried to. Only a task that says
-`environment_mode = "shared"` is judged in the agent's own.
+`environment_mode = "shared"` is judged in the agent's own. The steps of a task that has several are judged each at its end,
+before the next one begins.
 """
 
 from __future__ import annotations
@@ -101,7 +102,11 @@ class HarborEvaluator:
     async def collect(self, sandbox: Sandbox, task: Task) -> Carried:
         if self.shared:
             return Carried()
-        declared = [*self.options.artifacts, *(path for step in self.options.steps for path in step.artifacts)]
+        return await self._carried(sandbox, task, len(self.options.steps))
+
+    async def _carried(self, sandbox: Sandbox, task: Task, steps: int) -> Carried:
+        """What is judged after so many steps."""
+        declared = [*self.options.artifacts, *(path for step in self.options.steps[:steps] for path in step.artifacts)]
         carried = await carrying.carry(sandbox, [task.environment.workdir, *declared])
         kept = await carrying.carry(sandbox, [ARTIFACTS])
         # The agent need not leave anything there, so there is nothing to tell if it did not.
@@ -112,16 +117,30 @@ class HarborEvaluator:
         if not options.steps:
             found = await self._verify(bench, carried, [options.tests], options.env, options.seconds, bench.logs)
             return self._reward(found)
-        results: list[dict[str, float]] = []
-        for step in options.steps:
-            folders = [folder for folder in (options.tests, step.tests) if folder]
-            env = {**options.env, **step.env}
-            results.append(await self._verify(bench, carried, folders, env, step.seconds, bench.logs / step.name))
+        results = [dict(found) for found in outcome.judged]
+        given = len(options.steps) if outcome.steps_given is None else outcome.steps_given
+        for step in options.steps[len(results) : given]:
+            results.append(await self._verify_step(bench, carried, step))
             if not step.suffices(results[-1]):
                 break
         reward = self._reward(_combined(results, options.strategy))
         named = {f"step.{s.name}": rewards.main_reward(r) for s, r in zip(options.steps, results, strict=False)}
         return reward.model_copy(update={"components": {**reward.components, **named}})
+
+    async def judge_step(self, bench: Bench, index: int) -> tuple[dict[str, float], bool]:
+        sandbox, step = bench.used(), self.options.steps[index]
+        if sandbox is None:
+            raise EvaluationError(f"step {step.name} cannot be judged: the agent's sandbox is gone")
+        carried = Carried() if self.shared else await self._carried(sandbox, bench.task, index + 1)
+        found = await self._verify_step(bench, carried, step)
+        if self.shared:
+            await self._clear(sandbox)
+        return found, step.suffices(found)
+
+    async def _verify_step(self, bench: Bench, carried: Carried, step: Step) -> dict[str, float]:
+        folders = [folder for folder in (self.options.tests, step.tests) if folder]
+        env = {**self.options.env, **step.env}
+        return await self._verify(bench, carried, folders, env, step.seconds, bench.logs / step.name)
 
     async def _verify(
         self, bench: Bench, carried: Carried, tests: Sequence[str], env: dict[str, str], seconds: float, logs: Path

@@ -33,9 +33,11 @@ def problems(task: Task, defaults: SessionSettings, engines: Collection[str] = (
     yield from _evaluator(task)
     yield from _settings({**harness.settings, **task.settings}, defaults, engines)
     environment = task.environment
-    for index, file in enumerate(environment.files):
-        if file.source is not None and not Path(file.source).exists():
-            yield f"environment.files[{index}].source", f"{file.source} is not there"
+    given = {"environment": environment.files, **{f"steps.{step.name}": step.files for step in task.steps}}
+    for place, files in given.items():
+        for index, file in enumerate(files):
+            if file.source is not None and not Path(file.source).exists():
+                yield f"{place}.files[{index}].source", f"{file.source} is not there"
     if environment.build and not (Path(environment.build) / "Dockerfile").is_file():
         yield "environment.build", f"{environment.build} holds no Dockerfile"
 
@@ -107,6 +109,8 @@ def reaches(task: Task) -> Iterator[str]:
         yield "environment.root"
     if any(file.source is not None for file in environment.files):
         yield "environment.files"
+    if any(file.source is not None for step in task.steps for file in step.files):
+        yield "steps"
 
 
 def _harness_reaches(task: Task) -> bool:

@@ -50,6 +50,8 @@ def outcome_of(flight: Flight, trajectory: Trajectory) -> Outcome:
         end_reason=str(flight.end_reason or ""),
         answer=last_answer(trajectory),
         trajectory=trajectory,
+        steps_given=flight.steps_given if flight.task.steps else None,
+        judged=tuple(flight.judged),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,12 @@ class Flight:
     exit_code: int | None = None
     carried: Carried = field(default_factory=Carried)
     trajectory: Trajectory | None = None
+    steps_given: int = 0
+    """Steps of the task that the harness was started on."""
+    judged: list[Mapping[str, float]] = field(default_factory=list)
+    """What each step scored that was judged before the next."""
+    unjudged: Exception | None = None
+    """Why a step could not be judged."""
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)

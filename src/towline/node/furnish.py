@@ -14,7 +14,7 @@ from pathlib import Path
 from towline.errors import TowlineError
 from towline.sandboxes import archives
 from towline.sandboxes.base import Sandbox, execute
-from towline.schema import Environment
+from towline.schema import Environment, Step
 
 _SAID = 2000
 """Characters of a failed command's output that reach the error."""
@@ -24,8 +24,8 @@ class FurnishError(TowlineError):
     """The environment cannot be set up as the task says: the task's own fault, with what its command printed."""
 
 
-async def furnish(sandbox: Sandbox, environment: Environment, log: Path | None = None) -> None:
-    """Put the environment's files into the sandbox and run its set-up."""
+async def furnish(sandbox: Sandbox, environment: Environment | Step, log: Path | None = None) -> None:
+    """Put the files of an environment, or those that come with a step, into the sandbox and run its set-up."""
     given: dict[str, bytes] = {}
     modes: dict[str, int] = {}
     for file in environment.files:

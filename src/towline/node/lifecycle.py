@@ -15,8 +15,8 @@ from typing import Any
 from towline.config import NodeSettings
 from towline.errors import TowlineError
 from towline.evaluators import leaks
-from towline.evaluators.base import EvaluationError
-from towline.gateway.gateway import Gateway
+from towline.evaluators.base import EvaluationError, JudgesSteps
+from towline.gateway.gateway import Gateway, Opened
 from towline.gateway.server import Door, Running
 from towline.gateway.session import Session as GatewaySession
 from towline.harnesses.base import HOME, Launch, Place
@@ -29,12 +29,16 @@ from towline.node.looping import repetitions
 from towline.node.preparing import Prepared
 from towline.sandboxes import archives
 from towline.sandboxes.base import GATEWAY_PORT, Process, Sandbox, SandboxError, Spec
-from towline.schema import EndReason, Reward, RewardStatus, Trajectory
+from towline.schema import EndReason, Reward, RewardStatus, Step, Trajectory
 from towline.tokens.graph import Node as TurnNode
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _GRACE = 5.0
 """Seconds that a harness has to end by itself once the gateway refuses it more."""
+
+
+_FOLLOWED = (EndReason.EXITED, EndReason.ERROR, EndReason.TIMEOUT)
+"""How a step may end for the next to begin."""
 
 
 class NothingCaptured(TowlineError):
@@ -87,8 +91,11 @@ class Lifecycle:
             door = await self.running.admit(sandbox.listener, opened.session.id)
             base_url = f"http://127.0.0.1:{GATEWAY_PORT}"
         try:
-            launch = self._launch(flight, prepared, base_url, opened.key)
-            await self._until_end(flight, prepared, launch, opened.session, seconds)
+            if flight.task.steps:
+                await self._through_steps(flight, prepared, opened, base_url, seconds)
+            else:
+                launch = self._launch(flight, prepared, base_url, opened.key)
+                await self._until_end(flight, prepared, launch, opened.session, seconds)
         finally:
             try:
                 await asyncio.shield(sandbox.kill())
@@ -96,24 +103,80 @@ class Lifecycle:
                 if door is not None:
                     await door.close()
 
-    def _launch(self, flight: Flight, prepared: Prepared, base_url: str, key: str) -> Launch:
+    async def _through_steps(
+        self, flight: Flight, prepared: Prepared, opened: Opened, base_url: str, seconds: float
+    ) -> None:
+        """The task's steps in order, each a run of the harness in the same sandbox, until one may not be followed.
+
+        A harness that can go on with its conversation does; any other begins a new one with each step.
+        """
+        sandbox = _in(flight)
+        for index, step in enumerate(flight.task.steps):
+            furnishing = furnish(sandbox, step, flight.logs / "setup.log")
+            await flight.within(furnishing, self.settings.seconds.init, f"the set-up of step {step.name}")
+            flight.steps_given = index + 1
+            resume = prepared.harness.resumes and bool(opened.session.graph.nodes)
+            launch = self._launch(flight, prepared, base_url, opened.key, step, resume=resume)
+            await self._until_end(flight, prepared, launch, opened.session, step.seconds or seconds, step)
+            if flight.end_reason not in _FOLLOWED or not await self._may_follow(flight, prepared, index):
+                return
+            if flight.end_reason is EndReason.TIMEOUT:
+                flight.notes.append(f"step {step.name} ran out of time")
+
+    async def _may_follow(self, flight: Flight, prepared: Prepared, index: int) -> bool:
+        """Whether there is a next step, and this one's score lets it begin. The last one is judged with the session."""
+        evaluator = prepared.evaluator
+        if index + 1 == len(flight.task.steps):
+            return False
+        if not isinstance(evaluator, JudgesSteps):
+            return True
+        judging = evaluator.judge_step(NodeBench(flight, prepared), index)
+        seconds = flight.task.timeouts.evaluate or self.settings.seconds.evaluate
+        try:
+            with flight.timed("judge_steps"):
+                found, follows = await flight.within(judging, seconds, "the evaluation of a step")
+        except Cancelled:
+            raise
+        except (TowlineError, OSError) as error:
+            flight.unjudged = error
+            return False
+        flight.judged.append(found)
+        return follows
+
+    def _launch(
+        self,
+        flight: Flight,
+        prepared: Prepared,
+        base_url: str,
+        key: str,
+        step: Step | None = None,
+        *,
+        resume: bool = False,
+    ) -> Launch:
         harness = prepared.harness
         place = Place(
             base_url=base_url,
             key=key,
             model=self.gateway.model,
-            instruction=flight.task.instruction,
+            instruction=step.instruction if step is not None else flight.task.instruction,
             install=prepared.install,
             workdir=prepared.environment.workdir,
             context=self.gateway.engine.info.context,
             max_tokens=self.gateway.defaults.sampling.max_tokens,
             session=flight.session.session_id,
             options=flight.task.harness_options,
+            resume=resume,
         )
         return harness.launch(harness.place(place))
 
     async def _until_end(
-        self, flight: Flight, prepared: Prepared, launch: Launch, session: GatewaySession, seconds: float
+        self,
+        flight: Flight,
+        prepared: Prepared,
+        launch: Launch,
+        session: GatewaySession,
+        seconds: float,
+        step: Step | None = None,
     ) -> None:
         sandbox = _in(flight)
         looping = asyncio.Event()
@@ -121,6 +184,8 @@ class Lifecycle:
             session.watchers.append(_loop_watch(looping, self.settings.looping))
         await write_files(sandbox, launch.files)
         env = {"PATH": PATH, "HOME": HOME, "TERM": "dumb", **prepared.environment.env, **launch.env}
+        if step is not None:
+            env["TOWLINE_STEP"] = step.name
         process = await sandbox.start(launch.command, env=env, cwd=launch.cwd or None)
         log = Log(flight.logs / "harness.log", self.settings.log_bytes)
         following = asyncio.ensure_future(_converse(process, launch.stdin, log))
@@ -194,6 +259,8 @@ class Lifecycle:
         assert evaluator is not None
         bench = NodeBench(flight, prepared)
         try:
+            if flight.unjudged is not None:
+                raise flight.unjudged
             judging = evaluator.evaluate(bench, outcome_of(flight, trajectory), flight.carried)
             return await flight.within(judging, seconds, "evaluation")
         except Cancelled:

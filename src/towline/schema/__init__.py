@@ -14,7 +14,7 @@ from towline.schema.base import (
     SchemaVersionError,
     UInt8Array,
 )
-from towline.schema.entities import Reward, Session, Task, Timeouts, TransitionError
+from towline.schema.entities import Reward, Session, Step, Task, Timeouts, TransitionError
 from towline.schema.environment import Environment, File, Network, Resources, SandboxKind
 from towline.schema.service import (
     Accepted,
@@ -86,6 +86,7 @@ __all__ = [
     "SessionState",
     "Stale",
     "Start",
+    "Step",
     "Task",
     "TaskState",
     "TaskStatus",

@@ -11,7 +11,7 @@ from pydantic import Field, FiniteFloat, model_validator
 
 from towline.errors import TowlineError
 from towline.schema.base import Count, Id, Json, Model, Scores
-from towline.schema.environment import Environment
+from towline.schema.environment import Environment, File
 from towline.schema.vocabulary import EndReason, RewardStatus, SessionState
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -59,12 +59,28 @@ class Timeouts(Model):
     evaluate: Seconds | None = None
 
 
+class Step(Model):
+    """One of several instructions of a task: given when the harness has ended on the one before, in the same sandbox."""
+
+    name: Id
+    instruction: str = Field(min_length=1)
+    files: list[File] = Field(default_factory=list)
+    """What comes with this step, and is not there before."""
+    setup: list[str] = Field(default_factory=list)
+    """Shell commands that are run before the harness starts on it."""
+    seconds: Seconds | None = None
+    """Budget of its run; `None` is that of the task."""
+
+
 class Task(Model):
     """What is to be done, and how often."""
 
     task_id: Id
     """Also the `group_id` of its sessions."""
     instruction: str = Field(min_length=1)
+    steps: list[Step] = Field(default_factory=list)
+    """If there are any, the harness is given their instructions one after the other; `instruction` is all of them as one
+    text, for whoever reads the task."""
     harness: Id
     harness_options: Json = Field(default_factory=dict)
     settings: Json = Field(default_factory=dict)

@@ -1,9 +1,8 @@
 """Harbor task folders as tasks: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`, `steps/`.
 
-What a task asks for is done, or the folder is refused with the reason. Two things are narrower than in Harbor. Network:
-without an explicit `network_mode = "public"` a task gets the gateway and nothing else, an allow-list of hosts too, since
-nothing here can enforce one. Steps: the agent gets the steps' instructions in order as one text, and each step's tests
-judge what is there in the end.
+What a task asks for is done, or the folder is refused with the reason. The network is narrower than in Harbor: without an
+explicit `network_mode = "public"` a task gets the gateway and nothing else, an allow-list of hosts too, since nothing here
+can enforce one.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ def load_folder(folder: Path, defaults: Defaults) -> Task:
         values: dict[str, Any] = {
             "task_id": name,
             "instruction": _instruction(folder, config),
+            "steps": _steps(folder, config, place),
             "harness": defaults.harness,
             "harness_options": dict(defaults.harness_options),
             "num_samples": defaults.samples or 1,
@@ -101,11 +101,6 @@ def _refuse(config: HarborToml, folder: Path, place: Place) -> None:
         )
     if not environment.docker_image and not (folder / "environment" / "Dockerfile").is_file():
         raise place.error("environment", "needs environment/Dockerfile or docker_image")
-    for step in config.steps:
-        if (folder / "steps" / step.name / "workdir").exists():
-            raise Place(folder / "steps" / step.name / "workdir").error(
-                "", "files that come with a later step cannot be held back; put them into the environment"
-            )
 
 
 def _instruction(folder: Path, config: HarborToml) -> str:
@@ -117,6 +112,36 @@ def _instruction(folder: Path, config: HarborToml) -> str:
         text = _text(folder / "steps" / step.name / "instruction.md").strip()
         parts.append(f"# Step {number} of {len(config.steps)}\n\n{text}\n")
     return "\n".join(parts)
+
+
+def _steps(folder: Path, config: HarborToml, place: Place) -> list[dict[str, Any]]:
+    """Each step with the files that come with it, what is run before it, and its budget."""
+    workdir = _workdir(config.environment, folder / "environment" / "Dockerfile", place)
+    made = []
+    for step in config.steps:
+        brought = folder / "steps" / step.name / "workdir"
+        setup = []
+        if (brought / "setup.sh").is_file():
+            setup.append(f"{shell_of(brought / 'setup.sh')} ./setup.sh")
+        if step.healthcheck:
+            setup.append(_healthy(step.healthcheck))
+        made.append(
+            {
+                "name": step.name,
+                "instruction": _text(folder / "steps" / step.name / "instruction.md"),
+                "files": [{"target": workdir, "source": str(brought)}] if brought.is_dir() else [],
+                "setup": setup,
+                "seconds": step.agent.timeout_sec,
+            }
+        )
+    return made
+
+
+def shell_of(script: Path) -> str:
+    """The shell that a script asks for. It is named since a file's right to be run is easily lost on its way."""
+    with open(script, "rb") as file:
+        first = file.readline(200)
+    return "bash" if first.startswith(b"#!") and b"bash" in first else "sh"
 
 
 def _environment(folder: Path, config: HarborToml, place: Place) -> dict[str, Any]:
@@ -211,12 +236,10 @@ def _step(folder: Path, step: StepTable, config: HarborToml) -> dict[str, Any]:
 
 
 def _timeouts(config: HarborToml) -> dict[str, Any]:
-    run = [step.agent.timeout_sec or config.agent.timeout_sec for step in config.steps] or [config.agent.timeout_sec]
-    known = [seconds for seconds in run if seconds is not None]
     steps = [s.verifier if "timeout_sec" in s.verifier.model_fields_set else config.verifier for s in config.steps]
     return {
         "init": config.environment.build_timeout_sec,
-        "run": sum(known) if len(known) == len(run) else None,
+        "run": config.agent.timeout_sec,
         "evaluate": sum(table.timeout_sec for table in steps or [config.verifier]) + _MARGIN,
     }
 

@@ -122,6 +122,7 @@ class StepTable(_Table):
     min_reward: FiniteFloat | dict[str, FiniteFloat] | None = None
     agent: AgentTable = AgentTable()
     verifier: VerifierTable = VerifierTable()
+    healthcheck: Healthcheck | None = None
     artifacts: Artifacts = Field(default_factory=list)
 
 

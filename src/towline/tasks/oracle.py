@@ -6,18 +6,18 @@ Only here are the solution's files put into a sandbox, and only the oracle's eva
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
 from towline.schema import File, Task
 from towline.tasks.errors import TaskError
+from towline.tasks.harbor import shell_of
 from towline.tasks.variables import expand_all
 
 HARNESS = "oracle"
 PLACE = "/solution"
 STEPS = "/solutions"
-"""Where the solutions of a task's steps wait for their turn."""
+"""Where the solutions of a task's steps wait for their turn, each in a folder of the step's name."""
 
 
 def oracle(task: Task) -> Task:
@@ -46,22 +46,16 @@ def oracle(task: Task) -> Task:
 def _harbor(task: Task) -> tuple[list[File], list[str], dict[str, str]]:
     about = task.metadata["harbor"]
     folder = Path(about["folder"])
-    parts = [(Path("steps") / name / "solution", f"{STEPS}/{name}") for name in about.get("steps", [])]
-    files, commands = [], []
-    for part, target in parts or [(Path("solution"), PLACE)]:
-        script = folder / part / "solve.sh"
+    parts = {f"{STEPS}/{step.name}": folder / "steps" / step.name / "solution" for step in task.steps}
+    files, shells = [], set()
+    for target, part in (parts or {PLACE: folder / "solution"}).items():
+        script = part / "solve.sh"
         if not script.is_file():
             raise TaskError(f"task {task.task_id} has no solution: {script} is missing")
-        files.append(File(target=target, source=str(folder / part)))
-        if target != PLACE:
-            # A step's solution has the place to itself, one after the other.
-            commands.append(f"rm -rf {PLACE} && cp -R {shlex.quote(target)} {PLACE}")
-        commands.append(f"{_shell(script)} {PLACE}/solve.sh")
+        files.append(File(target=target, source=str(part)))
+        shells.add(shell_of(script))
+    commands = [f"{max(shells, key=len)} {PLACE}/solve.sh"]
+    if parts:
+        # A step's solution has the place to itself, one after the other.
+        commands.insert(0, f'rm -rf {PLACE} && cp -R "{STEPS}/$TOWLINE_STEP" {PLACE}')
     return files, commands, expand_all(about.get("solution_env", {}), os.environ)
-
-
-def _shell(script: Path) -> str:
-    """The shell that the script asks for. It is named since a file's right to be run is easily lost on its way."""
-    with open(script, "rb") as file:
-        first = file.readline(200)
-    return "bash" if first.startswith(b"#!") and b"bash" in first else "sh"
