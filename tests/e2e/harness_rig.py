@@ -181,8 +181,12 @@ def assert_exact(bench: Bench, trajectory: Trajectory) -> None:
     trained = sum(len(turn.sampled) for turn in trajectory.turns if turn.role in TRAINED_ROLES)
     assert sum(trace.trained_tokens for trace in trajectory.traces) == trained > 0
     assert trajectory.report.malformed_calls == 0
+    gone_on_from: set[str | None] = {None}
     for turn in trajectory.turns[1:]:
-        assert turn.parent is not None or turn.reason is not None, f"turn {turn.index} forked without a reason"
+        # A turn goes on from the end of a conversation, or says why it does not.
+        forks = turn.parent in gone_on_from
+        assert turn.reason is not None or not forks, f"turn {turn.index} forked without a reason"
+        gone_on_from.add(turn.parent)
 
 
 def assert_main_chain(trajectory: Trajectory, turns: int) -> list[Turn]:
