@@ -40,6 +40,11 @@ def test_equal_rewards_carry_no_gradient_and_are_counted() -> None:
     assert found.sessions == {}
     assert (found.equal, found.small) == (1, 1)
     assert found.rewards == {"a": 1.0, "b": 1.0, "c": 1.0}
+    # Rewards of turns count as well: equal ones change nothing, others do.
+    for second, equal in ((1.0, 1), (0.0, 0)):
+        turns = [trajectory("a", 0.0, per_turn={"a-0": 1.0}), trajectory("b", 0.0, per_turn={"b-0": second})]
+        found = group_advantages({"g": turns})
+        assert (found.equal, len(rows_of(turns, found))) == (equal, 0 if equal else 2)
 
 
 def test_rewards_of_turns_are_compared_place_by_place_and_come_on_top() -> None:

@@ -101,14 +101,15 @@ def _conclude(console: Console, folder: Path, run: Run, worst: float) -> dict[st
     problems = [problem for problem, fine in off.items() if not fine]
     console.rule("fidelity")
     tokens = sum(line["trained_tokens"] for line in lines)
+    age = sum(line["staleness"] * line["trained_tokens"] for line in lines)
     said = [
         f"{tokens:,} tokens learned from, {sum(line['own_tokens'] for line in lines):,} of them sampled by the very weights "
         f"that learned: max |learner - recorded| logprob {own:.1e} (bound {OWN_BOUND:g}).",
         f"Final weights over the {sum(report.trained_tokens for report in reports):,} sampled tokens of the "
         f"{len(reports)} held-out sessions: max |Δlogp| {worst:.1e} (bound {BOUND:g}), "
         f"{sum(report.chains for report in reports)} conversations in as many exact chains.",
-        f"Tokens were {sum(line['staleness'] for line in lines) / len(lines):.1f} versions old on average when they were "
-        f"learned from; {lines[-1]['dropped_groups']} groups were too old and dropped.",
+        f"Tokens were {age / max(1, tokens):.1f} versions old on average when they were learned from; "
+        f"{lines[-1]['dropped_groups']} groups were too old and dropped.",
     ]
     for text in said:
         console.print(Text(text), soft_wrap=True)

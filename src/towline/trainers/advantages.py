@@ -33,7 +33,7 @@ class Advantages:
     small: int = 0
     """Groups of fewer than two scored sessions."""
     equal: int = 0
-    """Groups whose sessions all got the same."""
+    """Groups whose sessions all got the same, turn by turn."""
 
 
 def group_advantages(
@@ -61,8 +61,9 @@ def group_advantages(
         rewards = np.array([score for _, score in scored], np.float64)
         found.rewards |= {t.session_id: float(score) for t, score in scored}
         per_turn = {t.session_id: in_order for t, _ in scored if (in_order := turn_rewards(t))}
+        turns = _turn_advantages(per_turn, scale, turn_weight) if per_turn else {}
         spread = float(rewards.std())
-        if spread == 0.0 and not per_turn:
+        if spread == 0.0 and not any(value for values in turns.values() for value in values.values()):
             found.equal += 1
             continue
         centred = (rewards - rewards.mean()) / (spread if scale == "std" and spread > 0 else 1.0)
@@ -70,8 +71,7 @@ def group_advantages(
             t.session_id: float(value) * (outcome_weight if t.session_id in per_turn else 1.0)
             for (t, _), value in zip(scored, centred, strict=True)
         }
-        if per_turn:
-            found.turns |= _turn_advantages(per_turn, scale, turn_weight)
+        found.turns |= turns
     return found
 
 

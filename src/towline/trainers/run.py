@@ -10,8 +10,16 @@ from towline.schema import Task, Trajectory
 from towline.trainers.grpo import Grpo, Step, mean_reward, play
 from towline.trainers.metrics import Metrics
 
+RISE = 3
+"""Updates in which the learning rate rises: the first steps of an adaptive optimiser are as long as its rate, whatever the
+gradient, and at the full one they can take all the format out of a small model at once."""
 FLOOR = 0.1
 """What is left of the learning rate at the end; it falls in a line."""
+
+
+def share_of_rate(done: int, steps: int) -> float:
+    """What of the learning rate the next update gets."""
+    return max(FLOOR, 1 - done / steps) * min(1.0, (done + 1) / RISE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +62,8 @@ class Run:
         trainer.start()
         self._measure()
         while trainer.learner.version < steps:
-            share = trainer.learner.version / steps
             for group in trainer.learner.optimiser.param_groups:
-                group["lr"] = self.rate * max(FLOOR, 1 - share)
+                group["lr"] = self.rate * share_of_rate(trainer.learner.version, steps)
             self.last = trainer.step()
             version = trainer.learner.version
             self.metrics.write(version, self.last.as_json())
