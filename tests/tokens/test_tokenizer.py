@@ -57,9 +57,6 @@ def test_nothing_is_added_by_itself() -> None:
     tokenizer = real("llama3_2").tokenizer
     assert tokenizer.encode("x") == tokenizer.encode("x", add_special_tokens=True)
     assert len(tokenizer.encode("x")) == 1
-    spans = tokenizer("a b", return_offsets_mapping=True)
-    assert [("a b")[a:b] for a, b in spans["offset_mapping"]] == ["a", " b"]
-    assert "offset_mapping" not in tokenizer("a b")
 
 
 def test_names_as_libraries_ask_for_them() -> None:

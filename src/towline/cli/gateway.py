@@ -71,6 +71,7 @@ def gateway(
 
 
 async def _serve(made: Gateway, codec: Codec, settings: Settings, console: Console, as_json: bool) -> None:
+    from towline.gateway.heap import serving_for_long
     from towline.gateway.server import serving
 
     key, source = common.control_key(settings.gateway.data)
@@ -92,4 +93,5 @@ async def _serve(made: Gateway, codec: Codec, settings: Settings, console: Conso
             console.print(f"  control    {running.control_url}   (key in {source})")
             if restored:
                 console.print(f"  restored   {restored} open sessions")
-        await stop.wait()
+        with serving_for_long():
+            await stop.wait()

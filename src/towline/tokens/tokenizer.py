@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from towline.errors import ConfigError
+from towline.tokens.lines import Lines, bytes_of_ids
 
 
 class Tokenizer:
@@ -26,6 +27,9 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any] | None = None, name: str = ""):
+        # Files that were saved while training may hold both; a prompt is never cut, and never filled up.
+        backend.no_truncation()
+        backend.no_padding()
         self.backend = backend
         self.config = config or {}
         self.name_or_path = name
@@ -58,7 +62,18 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Ids of `text`; text that spells an added token becomes that token, as an engine would do."""
+        return self._lines.encode(text)
+
+    @cached_property
+    def _lines(self) -> Lines:
+        return Lines(self._encode, bytes_of=bytes_of_ids(self.backend))
+
+    def _encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def remember(self, most: int) -> None:
+        """Forget what was encoded, and remember up to `most` bytes of it from now on; with 0, nothing."""
+        self._lines = Lines(self._encode, bytes_of=bytes_of_ids(self.backend), most=most)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text` where even the text of a special token is plain text."""
@@ -109,14 +124,6 @@ class Tokenizer:
     @property
     def unk_token_id(self) -> int | None:
         return self.id_of(self.unk_token) if self.unk_token else None
-
-    def __call__(self, text: str, **options: Any) -> dict[str, Any]:
-        """Ids with character offsets, for renderers that attribute tokens to messages."""
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        result: dict[str, Any] = {"input_ids": encoding.ids}
-        if options.get("return_offsets_mapping"):
-            result["offset_mapping"] = encoding.offsets
-        return result
 
 
 def _token_text(value: Any) -> str:
