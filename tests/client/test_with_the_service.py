@@ -72,7 +72,7 @@ def test_results_come_with_their_tokens_and_only_until_they_are_acknowledged(cli
     assert list(client.results("reader", idle=0.3, wait=0.1)) == []
     acked = client.ack("reader", [one.result_id for one in taken])
     assert sorted(acked.acked) == sorted(one.result_id for one in taken)
-    groups = {one.task_id: one for one in client.results("grouper", "group", limit=2, auto_ack=True)}
+    groups = {one.task_id: one for one in client.results("grouper", "group", limit=2, auto_ack=True, prefix="plain/")}
     assert len(groups["plain/1"].traces) == 2
     assert client.pause("drain", deadline=5).paused
     assert client.resume(7).version == 7

@@ -9,12 +9,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.ipc as ipc
+import pytest
 from aiohttp import web
 from server_rig import rig, task
 
 from towline.benchmarks.fake_runner import FakeRunner
 from towline.schema import SessionState, Trajectory
 from towline.server import names
+from towline.server import results as delivering
 
 
 async def test_from_task_to_rows(database: str, tmp_path: Path) -> None:
@@ -426,6 +428,34 @@ async def test_retention(database: str, tmp_path: Path) -> None:
         assert await r.service.retention.sweep(now + 5000) == 1  # `slow` was not seen for long
         assert await r.caller.lease("slow", wait=0) == []
         assert (await r.caller.submit(task("a", 2)))[0]["created"]
+
+
+async def test_a_consumer_follows_some_tasks_only(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two trainers on one service: neither sees, nor keeps, what is the other's."""
+    monkeypatch.setattr(delivering, "_SCANNED", 4)  # so that one look is not enough to get past the others' results
+    async with rig(tmp_path, database, keep_seconds=100, silent_seconds=1000) as r:
+        await r.caller.submit(*(task(f"ours/{number}", 3) for number in range(4)), task("mine/a", 2), task("mine_/b"))
+        await r.caller.take(15, "all")
+        for unit, count in (("session", 2), ("group", 1)):
+            found = await r.caller.lease("me", unit, prefix="mine/", max=9, lease=0.01)
+            assert [one.task_id for one in found] == ["mine/a"] * count
+            again = await r.caller.lease("me", unit, max=9)  # what was said is known
+            assert [(one.result_id, one.delivery) for one in again] == [(one.result_id, 2) for one in found]
+            await r.caller.ack(*again, consumer="me")
+            assert await r.caller.lease("me", unit, prefix="mine/", wait=0) == []
+        other = await r.caller.call("GET", "/v1/results", consumer="me", prefix="ours/")
+        assert (other.status, other.body["field"]) == (409, "prefix")
+        await r.caller.submit(task("ours/late"), task("mine/late"))
+        assert [one.task_id for one in await r.caller.take(1, "me")] == ["mine/late"]
+        await r.caller.take(2, "all")
+        held = await r.caller.lease("they", "group", prefix="ours/", max=1)
+        assert [one.task_id for one in held] == ["ours/0"]
+        now = r.service.started
+        assert await r.service.retention.sweep(now + 500) == 2  # `me` has not used the group mine/late, `they` theirs
+        left = {one["task_id"] for one in await r.caller.ok("GET", "/v1/tasks")}
+        assert left == {"mine/late", "ours/late", *(f"ours/{number}" for number in range(4))}
 
 
 async def test_a_graceful_stop_loses_nothing(database: str, tmp_path: Path) -> None:

@@ -129,8 +129,12 @@ class AsyncClient:
         start: StartLike = Start.BEGINNING,
         max_staleness: int | None = None,
         stale: StaleLike = Stale.DROP,
+        prefix: str | None = None,
     ) -> Results:
-        """Up to `max` results, leased for `lease` seconds; waits up to `wait` seconds for the first."""
+        """Up to `max` results, leased for `lease` seconds; waits up to `wait` seconds for the first.
+
+        With `prefix` the consumer follows only tasks whose ids begin so; its first call says it, for good.
+        """
         return await self._do(
             calls.lease(
                 consumer,
@@ -141,6 +145,7 @@ class AsyncClient:
                 start=start,
                 max_staleness=max_staleness,
                 stale=stale,
+                prefix=prefix,
             )
         )
 
@@ -157,6 +162,7 @@ class AsyncClient:
         start: StartLike = Start.BEGINNING,
         max_staleness: int | None = None,
         stale: StaleLike = Stale.DROP,
+        prefix: str | None = None,
         trajectories: bool = True,
         auto_ack: bool = False,
     ) -> AsyncIterator[Delivered]:
@@ -178,6 +184,7 @@ class AsyncClient:
                 start=start,
                 max_staleness=max_staleness,
                 stale=stale,
+                prefix=prefix,
             )
             stream.came(batch)
             if not batch.results:

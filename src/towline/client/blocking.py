@@ -136,8 +136,12 @@ class Client:
         start: StartLike = Start.BEGINNING,
         max_staleness: int | None = None,
         stale: StaleLike = Stale.DROP,
+        prefix: str | None = None,
     ) -> Results:
-        """Up to `max` results, leased for `lease` seconds; waits up to `wait` seconds for the first."""
+        """Up to `max` results, leased for `lease` seconds; waits up to `wait` seconds for the first.
+
+        With `prefix` the consumer follows only tasks whose ids begin so; its first call says it, for good.
+        """
         return self._do(
             calls.lease(
                 consumer,
@@ -148,6 +152,7 @@ class Client:
                 start=start,
                 max_staleness=max_staleness,
                 stale=stale,
+                prefix=prefix,
             )
         )
 
@@ -164,6 +169,7 @@ class Client:
         start: StartLike = Start.BEGINNING,
         max_staleness: int | None = None,
         stale: StaleLike = Stale.DROP,
+        prefix: str | None = None,
         trajectories: bool = True,
         auto_ack: bool = False,
     ) -> Iterator[Delivered]:
@@ -185,6 +191,7 @@ class Client:
                 start=start,
                 max_staleness=max_staleness,
                 stale=stale,
+                prefix=prefix,
             )
             stream.came(batch)
             if not batch.results:

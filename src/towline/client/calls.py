@@ -142,6 +142,7 @@ def lease(
     start: StartLike,
     max_staleness: int | None,
     stale: StaleLike,
+    prefix: str | None,
 ) -> Call[Results]:
     params = _given(
         consumer=consumer,
@@ -152,6 +153,7 @@ def lease(
         start=Start(start).value,
         max_staleness=max_staleness,
         stale=Stale(stale).value if max_staleness is not None else None,
+        prefix=prefix,
     )
     return Call("GET", "/v1/results", _reads(Results), params=params, waits=wait)
 

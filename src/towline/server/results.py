@@ -2,7 +2,8 @@
 
 A consumer is a cursor into the results and the leases of what it has not acknowledged yet, so that a call costs the same
 whatever the history is. Results are committed in the order of their numbers (see `tables`), hence a cursor passes nobody
-by. A result at or below the cursor without a lease is acknowledged, or was dropped as stale: it never comes again.
+by. A result at or below the cursor without a lease is acknowledged, was dropped as stale, or is of a task that the
+consumer does not follow: it never comes again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from towline.crashpoints import crash_point
 from towline.schema import Acked, Result, SessionResult, Stale, Start, Unit
 from towline.schema.files import load_json
 from towline.server import names, tables
+from towline.server.errors import Conflict
 from towline.server.rules import stale
 from towline.server.store import Store, chunks
 
@@ -39,6 +41,8 @@ class Wish:
     start: Start = Start.BEGINNING
     max_staleness: int | None = None
     stale: Stale = Stale.DROP
+    prefix: str | None = None
+    """How the ids of those tasks begin that the consumer follows; `None` is what it said when it was first seen."""
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ class Delivery:
     async def _lease(self, tx: AsyncConnection, wish: Wish, version: int, now: float) -> Leased:
         known = await self._consumer(tx, wish, now)
         expired = await self._expired(tx, wish, now)
-        fresh = await self._fresh(tx, wish, known.cursor, wish.most - len(expired))
+        fresh = await self._fresh(tx, wish, known, wish.most - len(expired))
         kept: list[Row[Any]] = []
         old: set[int] = set()
         cursor = known.cursor
@@ -77,6 +81,8 @@ class Delivery:
             if len(kept) >= wish.most:
                 break
             cursor = max(cursor, row.seq)
+            if not row.task_id.startswith(known.prefix):
+                continue
             if stale(version, row.lowest_version, row.max_staleness, wish.max_staleness):
                 old.add(row.seq)
                 if wish.stale is Stale.DROP:
@@ -90,7 +96,8 @@ class Delivery:
         if cursor != known.cursor or kept or old or known.seen < now - _SEEN:
             await self._note(tx, wish, known, cursor, len(kept), dropped, flagged, now)
         results = await self._read(tx, wish, kept, deliveries, until, old)
-        return Leased(results, dropped, flagged, not results and bool(old), await self._next_expiry(tx, wish))
+        more = not results and (bool(old) or cursor != known.cursor)
+        return Leased(results, dropped, flagged, more, await self._next_expiry(tx, wish))
 
     # The consumer
 
@@ -99,12 +106,18 @@ class Delivery:
         mine = select(table).where(table.c.name == wish.consumer, table.c.unit == wish.unit.value).with_for_update()
         found = (await tx.execute(mine)).one_or_none()
         if found is not None:
+            if wish.prefix not in (None, found.prefix):
+                raise Conflict(
+                    f"consumer {wish.consumer!r} follows tasks that begin with {found.prefix!r}; take another name",
+                    field="prefix",
+                )
             return found
         cursor = 0
         if wish.start is Start.NOW:
             cursor = int(await tx.scalar(select(counters.c.value).where(counters.c.name == "results")) or 0)
         blank = dict.fromkeys(("delivered", "acked", "dropped", "flagged"), 0)
         row = {"name": wish.consumer, "unit": wish.unit.value, "cursor": cursor, "created": now, "seen": now}
+        row["prefix"] = wish.prefix or ""
         await tx.execute(self.store.insert_new(table).values(**row, **blank))
         return (await tx.execute(mine)).one()
 
@@ -138,16 +151,16 @@ class Delivery:
         )
         return list(await tx.execute(query))
 
-    async def _fresh(self, tx: AsyncConnection, wish: Wish, cursor: int, wanted: int) -> list[Row[Any]]:
+    async def _fresh(self, tx: AsyncConnection, wish: Wish, known: Row[Any], wanted: int) -> list[Row[Any]]:
         if wanted <= 0:
             return []
         table = tables.results
-        dropping = wish.max_staleness is not None and wish.stale is Stale.DROP
+        passing_over = known.prefix or (wish.max_staleness is not None and wish.stale is Stale.DROP)
         query = (
             select(table)
-            .where(table.c.unit == wish.unit.value, table.c.seq > cursor)
+            .where(table.c.unit == wish.unit.value, table.c.seq > known.cursor)
             .order_by(table.c.seq)
-            .limit(max(wanted, _SCANNED) if dropping else wanted)
+            .limit(max(wanted, _SCANNED) if passing_over else wanted)
         )
         return list(await tx.execute(query))
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.exc import DBAPIError
@@ -27,6 +28,14 @@ _TASKS = 200
 """Most tasks that one pass removes."""
 _EVERY = 60.0
 _SWEPT = "swept_epoch"
+
+
+class _Floor(NamedTuple):
+    """What a consumer has acknowledged everything up to, of the tasks that it follows."""
+
+    unit: str
+    prefix: str
+    seq: int
 
 
 class Retention:
@@ -84,11 +93,16 @@ class Retention:
                 .where(results.c.task_id.in_(some))
                 .group_by(results.c.task_id, results.c.unit)
             )
-            needed |= {row.task_id for row in await tx.execute(query) if row.last > floors.get(row.unit, row.last)}
+            needed |= {
+                row.task_id
+                for row in await tx.execute(query)
+                for floor in floors
+                if floor.unit == row.unit and row.task_id.startswith(floor.prefix) and row.last > floor.seq
+            }
         return [name for name in ids if name not in needed]
 
-    async def _floors(self, tx: AsyncConnection, now: float) -> dict[str, int]:
-        """For each unit that a living consumer reads: the number up to which all of them have acknowledged everything."""
+    async def _floors(self, tx: AsyncConnection, now: float) -> list[_Floor]:
+        """Of each living consumer."""
         consumers, leases = tables.consumers, tables.leases
         first = (
             select(leases.c.consumer, leases.c.unit, func.min(leases.c.seq).label("first"))
@@ -97,15 +111,14 @@ class Retention:
         )
         same = (first.c.consumer == consumers.c.name) & (first.c.unit == consumers.c.unit)
         query = (
-            select(consumers.c.unit, consumers.c.cursor, first.c.first)
+            select(consumers.c.unit, consumers.c.prefix, consumers.c.cursor, first.c.first)
             .outerjoin(first, same)
             .where(consumers.c.seen > now - self.silent)
         )
-        floors: dict[str, int] = {}
-        for row in await tx.execute(query):
-            mine = row.cursor if row.first is None else row.first - 1
-            floors[row.unit] = min(mine, floors.get(row.unit, mine))
-        return floors
+        return [
+            _Floor(row.unit, row.prefix, row.cursor if row.first is None else row.first - 1)
+            for row in await tx.execute(query)
+        ]
 
     async def _remove(self, tx: AsyncConnection, ids: Sequence[str]) -> list[str]:
         """The sessions that are gone."""

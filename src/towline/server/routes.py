@@ -179,13 +179,17 @@ async def lease_results(
     start: Annotated[Start, Query(description="Where a consumer begins that was never seen.")] = Start.BEGINNING,
     max_staleness: Annotated[int | None, Query(ge=0, le=VERSIONS)] = None,
     stale: Stale = Stale.DROP,
+    prefix: Annotated[
+        Id | None,
+        Query(description="Only of tasks whose ids begin so. The consumer's for good: what its first call says."),
+    ] = None,
 ) -> Response:
     """Lease results. What is not acknowledged before its lease runs out is handed out again."""
     seconds = lease if lease is not None else service.settings.lease_seconds
     gone = asyncio.Event()
     watching = asyncio.create_task(_watch(request, gone, service))
     try:
-        wish = Wish(consumer, unit, max, seconds, start, max_staleness, stale)
+        wish = Wish(consumer, unit, max, seconds, start, max_staleness, stale, prefix)
         found = await service.lease(wish, wait, gone)
     finally:
         watching.cancel()

@@ -126,8 +126,10 @@ consumers = Table(
     Column("flagged", BigInteger, nullable=False),
     Column("created", Float, nullable=False),
     Column("seen", Float, nullable=False),
+    Column("prefix", String(512), nullable=False, server_default=""),
 )
-"""A result at or below the cursor is done with, unless there is a lease for it."""
+"""A result at or below the cursor is done with, unless there is a lease for it. `prefix` is how the ids of those tasks begin
+that the consumer follows."""
 
 leases = Table(
     "leases",
