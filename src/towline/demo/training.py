@@ -34,12 +34,15 @@ HELD_OUT = 64
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    steps: int = 22
-    groups: int = 8
-    samples: int = 16
-    rate: float = 1e-3
+    steps: int = 20
+    groups: int = 12
+    samples: int = 8
+    rate: float = 1.2e-3
+    updates: int = 6
     entropy: float = 0.01
     concurrency: int = 16
+    measurements: int = 3
+    """How often success is measured after the start; the last time is at the end."""
     permute: bool = False
     """The control: rewards are shuffled within each group, so that there is nothing to learn."""
 
@@ -52,7 +55,12 @@ def train(console: Console, model: Path, folder: Path, training: Training, seed:
     learner = Learner(
         model,
         # The evaluator scores the call and the answer by themselves: the outcome is both, and would only blur them.
-        LearnerSettings(rate=training.rate, outcome_weight=0.0, loss=LossSettings(entropy=training.entropy)),
+        LearnerSettings(
+            rate=training.rate,
+            updates=training.updates,
+            outcome_weight=0.0,
+            loss=LossSettings(entropy=training.entropy),
+        ),
         seed=seed,
     )
     settings = GrpoSettings(
@@ -78,7 +86,7 @@ def train(console: Console, model: Path, folder: Path, training: Training, seed:
             metrics,
             training.rate,
             held_out_tasks(AGENT, HELD_OUT),
-            frozenset({training.steps // 3, 2 * training.steps // 3}),
+            frozenset(training.steps * place // training.measurements for place in range(1, training.measurements)),
         )
         shown.attach(run)
         run.run()

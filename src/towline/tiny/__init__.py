@@ -41,7 +41,7 @@ def create(
     """Make a model folder in the Hugging Face layout, or leave it as it is if it was made by this very recipe.
 
     The weights have had a *format warm-up* and no more: with the default steps about 99% of the turns are well-formed calls
-    and answers at temperature 1, and about one question in four is right, which is what repeating one of the mentions at
+    and answers at temperature 1, and about one question in five is right, which is what repeating one of the mentions at
     random gives (`registry.CHANCE`). Getting questions right is left to reinforcement learning. With `thinking` every reply
     begins with a line of reasoning, for what depends on whether a harness sends reasoning back.
 

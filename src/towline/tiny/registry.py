@@ -41,9 +41,7 @@ ITEMS = (
     "sofa", "flag", "rope", "bell", "mask", "fork", "gate", "doll",
 )  # fmt: skip
 SHOWN_TOOLS = SHOWN_ITEMS = 3
-EMPHASIS = 2
-"""How many mentions the question's own counts for, where a tool or an item is repeated at random."""
-CHANCE = (1 + EMPHASIS) / (SHOWN_TOOLS + EMPHASIS) * (1 + EMPHASIS) / (SHOWN_ITEMS + EMPHASIS) * 2 / 3
+CHANCE = 2 / (SHOWN_TOOLS + 1) * 2 / (SHOWN_ITEMS + 1) * 2 / 3
 """How often it is right to repeat, each time, one of the mentions at random.
 
 The tool is mentioned among the tools and in the question, the item among the items and in the question, the value in

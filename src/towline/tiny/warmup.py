@@ -1,9 +1,9 @@
 """The format warm-up: supervised steps that teach how a call and an answer look, and nothing about which is right.
 
 The conversations are the registry's, with the very ids that the gateway would serve. Whoever speaks in them repeats one
-of the mentions at random: of a tool (among the tools, or in the question, which weighs double), of an item likewise, of
-a value (in the question, or in the result). A model warmed up so speaks the format nearly always and is right about as
-often as `registry.CHANCE`; being right is what reinforcement learning is for.
+of the mentions at random: of a tool (among the tools, or in the question), of an item likewise, of a value (in the
+question, or in the result). A model warmed up so speaks the format nearly always and is right about as often as
+`registry.CHANCE`; being right is what reinforcement learning is for.
 
 Since it is known what each random choice was drawn from, the steps learn that whole distribution rather than the one
 draw: the same aim as with more conversations, without their noise. So what stands in a conversation need not be what is
@@ -75,8 +75,8 @@ def conversation(codec: Codec, random: Random, questions: int, *, thinking: bool
         asked = Message("user", question.text)
         row.ids += _between(codec, messages, last, asked, frame)
         messages.append(asked)
-        tools = [*instance.tools, *[question.attribute] * registry.EMPHASIS]
-        items = [*instance.records, *[question.item] * registry.EMPHASIS]
+        tools = [*instance.tools, question.attribute]
+        items = [*instance.records, question.item]
         chance = random.random()
         if chance < BARE:
             answer = random.choice(question.choices)

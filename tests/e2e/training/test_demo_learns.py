@@ -15,6 +15,7 @@ from rich.console import Console
 
 from towline import tiny
 from towline.demo.training import Training, train
+from towline.trainers.metrics import read
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +35,19 @@ def learn(model: Path, folder: Path, training: Training) -> dict[str, Any]:
 
 @pytest.mark.timeout(1500)
 def test_success_on_held_out_questions_rises(model: Path, tmp_path: Path) -> None:
-    found = learn(model, tmp_path / "run", Training(steps=12))
-    assert found["success"][0]["success"] <= 0.40
-    assert found["success"][-1]["success"] >= 0.75
-    assert found["success"][-1]["sessions_used"] == 12 * 8 * 16
+    training = Training(steps=12, measurements=1)
+    found = learn(model, tmp_path / "run", training)
+    before, after = found["success"]
+    assert before["success"] <= 0.40
+    assert after["success"] >= 0.75
+    assert after["sessions_used"] == training.steps * training.groups * training.samples
     # Rollouts went on while the learner learned, and each token's record is the learner's own logprob.
-    assert found["last"]["staleness"] > 0
+    assert max(line.get("staleness", 0.0) for line in read(tmp_path / "run")) > 0
     assert found["worst_own_logprob"] < 1e-3
     assert found["max_abs_dlogp"] < 1e-4
 
 
 @pytest.mark.timeout(1500)
 def test_with_shuffled_rewards_it_does_not(model: Path, tmp_path: Path) -> None:
-    found = learn(model, tmp_path / "control", Training(steps=8, permute=True))
+    found = learn(model, tmp_path / "control", Training(steps=8, measurements=1, permute=True))
     assert found["success"][-1]["success"] < 0.40
