@@ -506,7 +506,7 @@ async def test_the_asynchronous_client_over_a_socket() -> None:
     ]
     gateway = Gateway([spoken[0]], [spoken[1]])
     runner, address = await _serve(gateway)
-    sdk = genai.Client(api_key="k", http_options=types.HttpOptions(base_url=address))
+    sdk = genai.Client(api_key="k", http_options=types.HttpOptions(base_url=address, timeout=60_000))
     try:
         for stream in (True, False):
             gateway.requests.clear()

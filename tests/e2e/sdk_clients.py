@@ -21,6 +21,8 @@ from google.genai import errors, types
 SYSTEM = "You are a careful agent."
 QUESTIONS = ("List the files, please.", "Once more, please.")
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+SECONDS = 60
+"""Of patience for one answer. The SDKs' own is ten minutes or for ever, which a test run would wait out with them."""
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
@@ -69,7 +71,7 @@ def output(call: dict[str, Any]) -> str:
 
 
 def chat(root: str, key: str, model: str, stream: bool) -> Client:
-    client = openai.OpenAI(base_url=f"{root}/v1", api_key=key)
+    client = openai.OpenAI(base_url=f"{root}/v1", api_key=key, timeout=SECONDS, max_retries=0)
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     tool = {"name": "bash", "description": "Runs a command.", "parameters": PARAMETERS}
     tools: Any = [{"type": "function", "function": tool}]
@@ -104,7 +106,7 @@ def chat(root: str, key: str, model: str, stream: bool) -> Client:
 
 def responses(root: str, key: str, model: str, stream: bool, *, by_id: bool = False) -> Client:
     """With `by_id` only what is new is sent, behind the id of the answer before."""
-    client = openai.OpenAI(base_url=f"{root}/v1", api_key=key)
+    client = openai.OpenAI(base_url=f"{root}/v1", api_key=key, timeout=SECONDS, max_retries=0)
     history: list[Any] = []
     tools: Any = [{"type": "function", "name": "bash", "description": "Runs a command.", "parameters": PARAMETERS}]
     last: dict[str, str] = {}
@@ -148,7 +150,7 @@ def responses(root: str, key: str, model: str, stream: bool, *, by_id: bool = Fa
 
 
 def messages(root: str, key: str, model: str, stream: bool) -> Client:
-    client = anthropic.Anthropic(base_url=root, api_key=key)
+    client = anthropic.Anthropic(base_url=root, api_key=key, timeout=SECONDS, max_retries=0)
     history: list[Any] = []
     tools: Any = [{"name": "bash", "description": "Runs a command.", "input_schema": PARAMETERS}]
 
@@ -186,7 +188,7 @@ def messages(root: str, key: str, model: str, stream: bool) -> Client:
 
 
 def google(root: str, key: str, model: str, stream: bool) -> Client:
-    client = genai.Client(api_key=key, http_options=types.HttpOptions(base_url=root))
+    client = genai.Client(api_key=key, http_options=types.HttpOptions(base_url=root, timeout=SECONDS * 1000))
     contents: list[Any] = []
     declaration = types.FunctionDeclaration(
         name="bash", description="Runs a command.", parameters_json_schema=PARAMETERS

@@ -139,7 +139,11 @@ async def test_typescript_sdk(dialect: str, stream: bool, codec: Codec, tmp_path
         process = await asyncio.create_subprocess_exec(
             node, "loop.mjs", cwd=NODE, env={**os.environ, **told}, stdout=-1, stderr=-1
         )
-        out, errors = await asyncio.wait_for(process.communicate(), 120)
+        try:
+            out, errors = await asyncio.wait_for(process.communicate(), 120)
+        finally:
+            if process.returncode is None:
+                process.kill()
         assert process.returncode == 0, errors.decode()
         result = json.loads(out)
         check_failures(result["failures"], dialect, stream)

@@ -35,9 +35,11 @@ class Process:
 
     async def listening(self) -> bool:
         """Whether it came to listen; a crash point may be on the way."""
+        until = time.monotonic() + _PATIENCE
         while not self._ready.exists():
             if not self.alive():
                 return False
+            assert time.monotonic() < until, "the gateway does not come to listen\n" + self.log.read_text()
             await asyncio.sleep(0.005)
         self.base_url, self.control_url = json.loads(self._ready.read_text())
         return True
@@ -84,7 +86,12 @@ class Nursery:
         assert self._forker.stdin is not None
         assert self._forker.stdout is not None
         self._forker.stdin.close()
-        self._forker.wait(_PATIENCE)
+        try:
+            self._forker.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._forker.kill()
+            self._forker.wait(_PATIENCE)
+            raise
         self._forker.stdout.close()
 
 

@@ -108,7 +108,7 @@ class Rig:
         return await self.trajectory(session)
 
     def client(self, session: Opened, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, **options)
+        return openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, **{"timeout": PATIENCE, **options})
 
     async def post(self, session: Opened, body: Body, **options: Any) -> tuple[int, Any]:
         """A chat completion without the SDK: status and JSON."""

@@ -118,6 +118,7 @@ async def generate(rig: Rig, chance: random.Random, harness: Harness, counts: Co
     body = wounded(chance, body, words)
     data = broken(chance, body) if chance.random() < 0.1 else written(body)
     stranger = chance.random() < 0.03
+    counts[f"POST {path}"] += 1
     path, headers = with_key(chance, "tl-nobody-has-this-key" if stranger else harness.session.key, path)
     async with rig.web.post(harness.session.root + path, data=data, headers=headers) as response:
         answer, status = await response.read(), response.status
@@ -210,6 +211,9 @@ async def test_every_endpoint(start: Start, codec: Codec) -> None:
         for dialect in VOCABULARIES:
             answered, refused = counts[f"{dialect} answered"], counts[f"{dialect} refused"]
             assert min(answered, refused) > BODIES // 50, counts
+        paths = {path for words in VOCABULARIES.values() for path in (*words.generate, words.count) if path}
+        assert min(counts[f"POST {path}"] for path in paths) > BODIES // 100, counts
+        print(f"{BODIES} requests: {dict(sorted(counts.items()))}")
         assert (await rig.trajectory(bystander)).turns == []
         await normal_conversation(rig, bystander)
         assert_one_chain(await rig.seal(bystander), 4)

@@ -165,11 +165,12 @@ async def test_order_is_kept_over_segments_loops_and_reopening(tmp_path: Path, m
             for number in range(60):
                 group.create_task(one(number))
 
-    threads = [threading.Thread(target=lambda n=n: asyncio.run(one_loop(n))) for n in range(4)]
+    threads = [threading.Thread(target=lambda n=n: asyncio.run(one_loop(n)), daemon=True) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        await asyncio.to_thread(thread.join)
+        await asyncio.to_thread(thread.join, 60)
+        assert not thread.is_alive()
     await journal.flush()
 
     def check(records: Iterable[Record]) -> None:

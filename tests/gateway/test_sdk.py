@@ -12,6 +12,7 @@ import httpx2
 import openai
 import pytest
 from gateway_rig import (
+    PATIENCE,
     TOOLS,
     Rig,
     Start,
@@ -107,7 +108,7 @@ async def test_tool_loops_are_one_exact_chain_of_what_the_client_parsed(
         async with start(talkative(seed, steps=2)) as rig:
             session = await rig.open(instruction="do it")
             client = rig.client(session)
-            slow = openai.OpenAI(base_url=session.base_url, api_key=session.key)
+            slow = openai.OpenAI(base_url=session.base_url, api_key=session.key, timeout=PATIENCE, max_retries=0)
             messages = [system("Be brief."), user("do it")]
             received = []
             for turn in range(9):
@@ -205,7 +206,7 @@ async def test_errors_are_the_clients_own_classes(start: Start, codec: Codec) ->
         requests: list[str] = []
         client = rig.client(session, http_client=counting(requests), max_retries=2)
 
-        stranger = openai.AsyncOpenAI(base_url=session.base_url, api_key="tl-nobody")
+        stranger = openai.AsyncOpenAI(base_url=session.base_url, api_key="tl-nobody", timeout=PATIENCE)
         with pytest.raises(openai.AuthenticationError) as denied:
             await stranger.chat.completions.create(**ask)
         assert denied.value.code == "invalid_api_key"

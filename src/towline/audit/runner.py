@@ -50,6 +50,8 @@ Capture = Literal["exact", "plain"]
 
 FREE_SHARE = 0.15
 SPLIT_SHARE = 0.25
+_PATIENCE = 600.0
+"""Seconds that one conversation may take; one that hangs is a finding, not the end of the audit."""
 _CONTEXT = 8192
 _CACHE = 32_768
 
@@ -216,7 +218,8 @@ class _Company:
         played = Played(part.id, behaviour.name, part.target.name, part.dialect, wire.name)
         self.results.played.append(played)
         try:
-            played.expected = await behaviour.act(play)
+            async with asyncio.timeout(_PATIENCE):
+                played.expected = await behaviour.act(play)
             played.problems += play.problems
             played.unclosed = play.unclosed
             self._keep(part, stage, played, await stage.gateway.seal(id, EndReason.EXITED))

@@ -147,7 +147,7 @@ def recognise(codec: SentinelCodec) -> str | None:
 
 def _bridged(renderer: Any, tail: Ids, sampled: Ids, new: list[dict[str, Any]], frame: Frame) -> list[int] | None:
     """What the family's bridge puts behind a turn; `None` if it refuses, or would change the turn itself."""
-    previous, completion = [int(id) for id in tail], [int(id) for id in sampled]
+    previous, completion = tail.tolist(), sampled.tolist()
     try:
         bridged = renderer.bridge_to_next_turn(previous, completion, new, tools=frame.functions)
     except _REFUSALS:

@@ -33,6 +33,8 @@ from towline.gateway.journal.segments import (
 MAX_PAYLOAD = 1 << 30
 _PENDING_BYTES = 64 << 20
 """Hand-overs beyond this much unwritten data wait for the writer, so that memory stays bounded."""
+_CLOSING_SECONDS = 120.0
+"""How long closing waits for what is pending to be written and synced."""
 
 
 class SyncMode(StrEnum):
@@ -204,6 +206,11 @@ class Journal:
             self._closed[full.number] = full.count
         full.close()
 
+    @property
+    def trouble(self) -> str:
+        """Why it takes no more records; empty while it does."""
+        return "" if self._failure is None else str(self._stopped())
+
     def _stopped(self) -> JournalError:
         error = JournalError(f"the journal in {self.folder} has stopped after a failed write: {self._failure}")
         error.__cause__ = self._failure
@@ -286,7 +293,9 @@ class Journal:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join()
+        self._thread.join(_CLOSING_SECONDS)
+        if self._thread.is_alive():
+            raise JournalError(f"the disk under {self.folder} does not answer: the last records may not be safe")
         with self._maintenance:
             if self._lock_file is None:
                 return
