@@ -469,6 +469,27 @@ async def test_a_graceful_stop_loses_nothing(database: str, tmp_path: Path) -> N
         assert sorted(one.sessions[0].attempt for one in results) == [1, 1, 2, 2]
 
 
+async def test_a_runner_in_trouble_uses_up_no_attempt(database: str, tmp_path: Path) -> None:
+    """A full disk stops the journal, say: what waits goes on waiting for a server that can run it."""
+    async with rig(tmp_path, database, FakeRunner(capacity=2)) as r:
+        await r.caller.submit(task("a", 4, max_attempts=1, harness_options={"seconds": 0.2, "fail": 1}))
+        await r.caller.until("/healthz", active=2)
+        r.runner.trouble = "the disk is full"
+        for _ in range(1000):
+            health = await r.caller.call("GET", "/healthz")
+            if health.status == 503 and not health.body["active"]:
+                break
+            await asyncio.sleep(0.01)
+        assert (health.body["status"], health.body["error"]) == ("broken", "the disk is full")
+        assert (health.body["waiting"], len(r.runner.started)) == (4, 2)
+        assert await r.caller.lease(wait=0) == []
+        await r.caller.submit(task("b"))
+    async with rig(tmp_path, database) as r:
+        results = await r.caller.take(5)
+        assert sorted(one.sessions[0].state.value for one in results) == ["done"] * 3 + ["failed"] * 2
+        assert sorted(one.sessions[0].attempt for one in results) == [1, 1, 1, 2, 2]
+
+
 async def test_a_damaged_segment_is_not_handed_out(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         await r.caller.submit(task("a"))

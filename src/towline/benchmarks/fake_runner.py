@@ -56,6 +56,7 @@ class FakeRunner:
         self.capacity = capacity
         self.changed: Callable[[Session], None] | None = None
         self.version = 0
+        self.trouble = ""
         self.paused = False
         self.started: list[str] = []
         """Sessions in the order they came."""

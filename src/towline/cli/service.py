@@ -99,9 +99,20 @@ def status(
             return
 
 
+class Kind(StrEnum):
+    """Of events."""
+
+    TASK = "task"
+    SESSION = "session"
+    RESULT = "result"
+    POLICY = "policy"
+    MISSED = "missed"
+    """Some are gone: more happened since than the service keeps."""
+
+
 def tail(
     after: Annotated[int | None, typer.Option(help="Begin behind this event. Default: from now on.")] = None,
-    kind: Annotated[list[str] | None, typer.Option(help="task, session, result, policy, node. Repeatable.")] = None,
+    kind: Annotated[list[Kind] | None, typer.Option(help="Only these. Repeatable.")] = None,
     limit: Annotated[int | None, typer.Option(help="End after so many.", min=1)] = None,
     url: Url = None,
     key: Key = None,

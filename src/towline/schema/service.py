@@ -147,7 +147,7 @@ class Event(Model):
     seq: Count
     at: float
     kind: str
-    """`task`, `session`, `result`, `policy`, `node`."""
+    """`task`, `session`, `result`, `policy`; `missed` for those that are no longer kept."""
     body: Json
 
 

@@ -40,6 +40,10 @@ class NodeRunner:
     def version(self) -> int:
         return self.node.gateway.engine.version
 
+    @property
+    def trouble(self) -> str:
+        return self.node.gateway.journal.trouble
+
     def watch(self, changed: Callable[[Session], None]) -> None:
         self.node.changed = changed
 

@@ -53,6 +53,11 @@ class Runner(Protocol):
         """The policy version of the weights in use."""
         ...
 
+    @property
+    def trouble(self) -> str:
+        """Why no session can run any more until the server is started again; empty while they can."""
+        ...
+
     def check(self, task: Task) -> None:
         """Raise `InvalidTask` for a task that could never run here."""
         ...

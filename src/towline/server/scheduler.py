@@ -146,7 +146,10 @@ class Scheduler:
             count = self.signals.work.count
             room = self.runner.capacity - len(self.flights)
             claimed = []
-            if room > 0 and not self.policy.now.paused:
+            if self.runner.trouble and not self.broken:
+                self.broken = self.runner.trouble
+                log.critical("no more sessions are started; start the server again: %s", self.broken)
+            if room > 0 and not self.policy.now.paused and not self.broken:
                 claimed = await self.store.insist(partial(self._claim, room=room), what="claim")
             for one in claimed:
                 self._launch(one)
@@ -228,15 +231,20 @@ class Scheduler:
     def _told(self, ending: Ending, outcome: Outcome) -> Trajectory:
         """Fill in the ending; the trajectory to keep."""
         trajectory, session = outcome.trajectory, outcome.session
+        why = ""
         if self._interrupted and session.state is SessionState.CANCELLED and ending.session_id not in self._stop:
-            ending.state, ending.error, ending.strike = SessionState.LOST, "the server was told to stop", False
+            why = "the server was told to stop"
+        elif session.state is SessionState.FAILED:
+            why = self.runner.trouble
+        if why:
+            ending.state, ending.error, ending.strike = SessionState.LOST, why, False
             trajectory = _with_state(trajectory, SessionState.LOST)
         else:
             ending.state, ending.error = session.state, trajectory.error or session.error
         reward = trajectory.reward
         versions = [trace.lowest_version for trace in trajectory.traces]
         ending.end_reason = trajectory.end_reason
-        ending.hopeless = outcome.hopeless
+        ending.hopeless = outcome.hopeless and not why
         ending.usable = outcome.usable and ending.state is SessionState.DONE
         ending.reward = reward.score if reward is not None else None
         ending.reward_status = reward.status if reward is not None else None

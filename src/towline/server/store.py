@@ -209,13 +209,13 @@ def _locked(path: Path) -> int:
 
 
 def passing(error: BaseException) -> bool:
-    """Whether the same transaction may succeed later: the database is away or busy, or broke a deadlock."""
+    """Whether the same transaction may succeed later: the database is away, busy or full, or broke a deadlock."""
     if isinstance(error, OSError):
         return True
     if not isinstance(error, DBAPIError):
         return False
     code = getattr(error.orig, "sqlstate", None) or ""
-    busy = "database is locked" in str(error.orig)
+    busy = any(said in str(error.orig) for said in ("database is locked", "database or disk is full"))
     return error.connection_invalidated or busy or code in _AGAIN or code[:2] in ("08", "57")
 
 
