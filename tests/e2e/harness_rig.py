@@ -39,7 +39,7 @@ INSTALLS = Installs(cache_folder())
 """Found while tests are collected, before the user's cache folder is out of sight."""
 MODEL = "Qwen/Qwen3-4B"
 """A name with a slash, as most have."""
-SECONDS = 300.0
+SECONDS = 240.0
 """After which a harness is taken to hang."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
