@@ -24,7 +24,7 @@ from towline.server.store import Store, database_url
 
 SAMPLES = 3
 _PATIENCE = 240
-"""Seconds that anything may take: a crash to come, or the last results."""
+"""Seconds until a crash must have come, or another result."""
 
 
 class Lost(Exception):
@@ -100,11 +100,13 @@ class Trainer:
     async def finish(self, process: Process) -> None:
         """Every result that is still to come, from a server that does not crash."""
         self.url = process.url
-        async with asyncio.timeout(_PATIENCE):
-            if self.owed:
-                await self.submit(1)
-            count = len(self.accepted)
-            await asyncio.gather(self.consume("session", until=count * SAMPLES), self.consume("group", until=count))
+        if self.owed:
+            await self.submit(1)
+        count = len(self.accepted)
+        for unit, most in (("session", count * SAMPLES), ("group", count)):
+            while self.unanswered[unit] or len(self.used[unit]) < most:
+                async with asyncio.timeout(_PATIENCE):
+                    await self.consume(unit, until=min(most, len(self.used[unit]) + 1))
 
 
 @contextlib.asynccontextmanager

@@ -23,16 +23,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_PATIENCE = 60
+_PATIENCE = 120
 _PDEATHSIG, _SUBREAPER = 1, 36
 """Of prctl(2)."""
+
+
+def _parents(*pids: int) -> dict[int, tuple[int, str]]:
+    """The parent and the state of these processes, or of every one."""
+    found = {}
+    for pid in pids or (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        with contextlib.suppress(OSError):
+            state, parent, *_ = Path("/proc", str(pid), "stat").read_text().rsplit(")", 1)[1].split()
+            found[pid] = (int(parent), state)
+    return found
 
 
 class Process:
     """One server process."""
 
-    def __init__(self, pid: int, said: Path, log: Path):
+    def __init__(self, pid: int, parent: int, said: Path, log: Path):
         self.pid = pid
+        self._parent = parent
         self._said = said
         self.log = log
         self.url = ""
@@ -52,15 +63,13 @@ class Process:
         return True
 
     def alive(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        # A number that another process has by now is not this one.
+        return _parents(self.pid).get(self.pid, (0, ""))[0] == self._parent
 
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, how)
+        if self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, how)
 
     async def dead(self) -> None:
         until = time.monotonic() + _PATIENCE
@@ -88,16 +97,11 @@ class Nursery:
         self._forker.stdin.write(json.dumps(places | {"crash_at": crash_at, "serve": list(serve)}) + "\n")
         self._forker.stdin.flush()
         assert select.select([self._forker.stdout], [], [], _PATIENCE)[0], "the forker does not answer"
-        return Process(int(self._forker.stdout.readline()), said, log)
+        return Process(int(self._forker.stdout.readline()), self._forker.pid, said, log)
 
     def strays(self, alive: Process | None = None) -> list[str]:
         """Processes that servers started and that are not below the one that is alive."""
-        parents: dict[int, tuple[int, str]] = {}
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                with contextlib.suppress(OSError):
-                    state, parent, *_ = Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()
-                    parents[int(entry)] = (int(parent), state)
+        parents = _parents()
         known, found = {self._forker.pid}, []
         while fresh := [pid for pid, (parent, _) in parents.items() if parent in known and pid not in known]:
             known |= set(fresh) - {alive.pid if alive else 0}

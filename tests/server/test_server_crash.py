@@ -74,6 +74,7 @@ class Crashes:
     count: int = 0
     keepers: set[str] = field(default_factory=set)
     """Names that sandboxes' keepers had."""
+    latest: Process | None = None
 
     async def at(self, point: str, trainer: Trainer) -> None:
         process = self.start(point)
@@ -102,7 +103,13 @@ class Crashes:
 
     def start(self, point: str = "") -> Process:
         self.keepers |= self._folders()
-        return self.nursery.start(self.data, self.database, point, self.serve)
+        self.latest = self.nursery.start(self.data, self.database, point, self.serve)
+        return self.latest
+
+    def end(self) -> None:
+        """A test that failed leaves no server to the next."""
+        if self.latest is not None:
+            self.latest.kill()
 
     async def ready(self, process: Process) -> bool:
         """Whether it listens; then nothing of those before it is there any more."""
@@ -156,6 +163,7 @@ async def told_of(told: set[str], tasks: set[str]) -> None:
 
 async def test_crashes(nursery: Nursery, database: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     crashes = Crashes(nursery, tmp_path, database)
+    request.addfinalizer(crashes.end)
 
     def task(number: int) -> dict[str, Any]:
         options = {"seconds": [0.0, 0.01, 0.03], "fail": [number % 2, 0, 0]}
@@ -191,6 +199,7 @@ async def test_crashes_with_a_real_node(
     data = tmp_path / "data"
     serve = ["--engine=scripted", f"--model={tmp_path / 'model'}", "--sandbox=bubblewrap", "--concurrency=4"]
     crashes = Crashes(nursery, data, database, serve)
+    request.addfinalizer(crashes.end)
 
     def task(number: int) -> dict[str, Any]:
         options = {"command": "python3 {program}/agent.py work", "folder": str(AGENT)}
@@ -200,7 +209,7 @@ async def test_crashes_with_a_real_node(
 
     began = time.monotonic()
     async with hook() as (address, told), web_session() as http:
-        trainer = Trainer(http, task, calls=2, tasks=4 if all_points else 2)
+        trainer = Trainer(http, task, calls=2, tasks=3 if all_points else 2)
         for point in points:
             await crashes.at(point, trainer)
         for _ in range(10 if all_points else 1):
