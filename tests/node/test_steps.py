@@ -107,6 +107,7 @@ async def test_steps_come_one_after_the_other(codec: Codec, tmp_path: Path, agen
         assert {turn.role for turn in trajectory.turns} == {TurnRole.MAIN}
     else:
         assert [turn.parent is None for turn in trajectory.turns] == [True, False, True, False]
+        assert trajectory.turns[0].role is TurnRole.MAIN
     assert trajectory.report.trained_tokens == sum(len(turn.sampled) for turn in trajectory.turns)
     log = (finished.logs / "harness.log").read_text()
     assert log.count("It is done.") == 2

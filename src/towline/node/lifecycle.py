@@ -79,7 +79,8 @@ class Lifecycle:
             {
                 "id": flight.session.session_id,
                 "group": flight.task.task_id,
-                "instruction": flight.task.instruction,
+                # What the main conversation begins with.
+                "instruction": flight.task.steps[0].instruction if flight.task.steps else flight.task.instruction,
                 "metadata": {"attempt": flight.session.attempt, "sample": flight.session.sample},
                 "settings": {**prepared.harness.settings, **flight.task.settings},
             }
