@@ -96,7 +96,8 @@ class Nursery:
         assert self._forker.stdout is not None
         self._forker.stdin.write(json.dumps(places | {"crash_at": crash_at, "serve": list(serve)}) + "\n")
         self._forker.stdin.flush()
-        assert select.select([self._forker.stdout], [], [], _PATIENCE)[0], "the forker does not answer"
+        # The first answer comes when everything is imported, which takes its time on a busy machine.
+        assert select.select([self._forker.stdout], [], [], 2 * _PATIENCE)[0], "the forker does not answer"
         return Process(int(self._forker.stdout.readline()), self._forker.pid, said, log)
 
     def strays(self, alive: Process | None = None) -> list[str]:
