@@ -73,14 +73,14 @@ def test_a_codec_that_renders_all_history_is_noticed(assets: Path, monkeypatch: 
 
 
 def test_a_load_is_measured_in_a_process_of_its_own(assets: Path) -> None:
-    result = load.run(conversations=3, turns=4, tokens=3000, plain_conversations=2, target="qwen2_5", seconds=120)
+    result = load.run(3, 4, 3000, fresh_conversations=1, plain_conversations=2, target="qwen2_5", seconds=120)
     assert json.loads(json.dumps(result)) == result
-    assert (result["exact"]["turns"], result["plain"]["turns"]) == (12, 8)
-    for capture in ("exact", "plain"):
+    assert [result[name]["turns"] for name in ("exact", "fresh", "plain")] == [12, 4, 8]
+    for capture in ("exact", "fresh", "plain"):
         assert abs(result[capture]["longest_tokens"] - 3000) < 300
         assert result[capture]["cpu_seconds"] >= 0
         assert result[capture]["turns_per_cpu_second"] > 0
-    assert result["ratio"] > 0
+    assert min(result["ratio"], result["fresh_ratio"]) > 0
     assert "times the turns" in shown(load.render, result)
 
 

@@ -24,6 +24,8 @@ from towline.errors import TowlineError
 from towline.tokens.codec import Codec, Frame
 from towline.tokens.tokenizer import Tokenizer
 
+_NUMBER = 6
+"""Width of a line's number."""
 LEAST_RESULT, MOST_RESULT = 300, 1500
 """Tokens of a tool result."""
 _MODULES = ("_pydecimal", "argparse", "inspect", "tarfile", "typing")
@@ -70,21 +72,24 @@ class Printout:
             path = Path(spec.origin) if spec is not None and spec.origin else None
             if path is not None and path.suffix == ".py" and path.is_file():
                 text = path.read_text("utf-8").splitlines()
-                lines += (f"{number:6d}\t{line}\n" for number, line in enumerate(text, 1))
+                lines += (f"{number:{_NUMBER}d}\t{line}\n" for number, line in enumerate(text, 1))
         if not lines:
             raise TowlineError("Python's library is here without its source, which the benchmarks use as tool results")
         self._lines = lines
         encoded = tokenizer.backend.encode_batch_fast(lines, add_special_tokens=False)
         self._ends = list(accumulate(len(encoding.ids) for encoding in encoded))
 
-    def cut(self, tokens: int, random: random.Random) -> str:
-        """Consecutive lines of about `tokens` tokens, from a random place."""
+    def cut(self, tokens: int, random: random.Random, *, fresh: bool = False) -> str:
+        """Consecutive lines of about `tokens` tokens, from a random place; if `fresh`, with numbers of their own."""
         start = random.randrange(len(self._lines))
         before = self._ends[start - 1] if start else 0
         if before + tokens > self._ends[-1]:
             start, before = 0, 0
         end = bisect_left(self._ends, before + tokens)
-        return "".join(self._lines[start : end + 1])
+        lines = self._lines[start : end + 1]
+        if fresh:
+            lines = [f"{random.randrange(10**_NUMBER):0{_NUMBER}d}{line[_NUMBER:]}" for line in lines]
+        return "".join(lines)
 
 
 def replies(codec: Codec, count: int) -> list[Ids]:
@@ -125,9 +130,9 @@ class Conversation:
         """Tokens of an ordinary tool result."""
         return self._random.randint(LEAST_RESULT, MOST_RESULT)
 
-    def hear(self, response: bytes, tokens: int) -> None:
+    def hear(self, response: bytes, tokens: int, *, fresh: bool = False) -> None:
         """Take the model's reply and run its calls, each of which prints about `tokens` tokens."""
-        self.take(response, [self._printout.cut(tokens, self._random)])
+        self.take(response, [self._printout.cut(tokens, self._random, fresh=fresh)])
 
     def take(self, response: bytes, results: Sequence[str]) -> None:
         """Take the model's reply and answer its calls with `results`."""

@@ -82,7 +82,9 @@ class Rig:
     """A gateway without its sockets: requests go through the provider listener's application, in this process."""
 
     def __init__(self, codec: Codec, data: Path, turns: int):
-        """`turns` is how many turns the longest conversation may have."""
+        """`turns` is how many turns the longest conversation may have. No encoded line is remembered: the measured turn
+        brings text that was never seen."""
+        codec.tokenizer.remember(0)
         self.codec = codec
         self.dialect = ChatDialect()
         self.engine = InstantEngine(replies(codec, turns), codec.tokenizer.size)

@@ -3,8 +3,14 @@
 The gateway runs in a process of its own, as `towline gateway` does: both listeners on uvicorn with uvloop, the journal in
 its default mode. The client is this process. Every conversation is a session that sends its whole history on each turn
 over loopback HTTP; the engine answers at once. What is counted is the CPU that the kernel charged to the gateway's process
-and the memory that it kept. The same conversations with `capture = "plain"`, which renders and encodes every request
-anew, are the baseline; there are fewer of them, since each turn takes so much longer and only the rate is compared.
+and the memory that it kept. There are three loads:
+
+- `exact`: the tools print lines of the same five files, as the agents of one task do, so lines are printed again;
+- `fresh`: the same, but no line is ever printed twice: every tool result is encoded from its first character;
+- `plain`, the baseline: `capture = "plain"` renders and encodes every request anew, as a plain chat server does, and
+  remembers no line.
+
+There are fewer conversations of the last two, since each turn takes so much longer and only the rates are compared.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +49,8 @@ class Shape:
     turns: int
     tokens: int
     """How long each conversation gets."""
+    plain: bool = False
+    fresh: bool = False
 
     @property
     def result_tokens(self) -> int:
@@ -55,37 +63,39 @@ def run(
     turns: int = 20,
     tokens: int = 32_000,
     *,
+    fresh_conversations: int = 16,
     plain_conversations: int = 8,
     target: str | Path = "qwen3",
     seconds: float = 600,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure both loads. `target` is a tokenizer's name among the assets, or a model folder; `seconds` bounds each."""
-    if min(conversations, turns, plain_conversations) < 1 or tokens < 1000:
+    """Measure the three loads. `target` is a tokenizer's name among the assets, or a model folder; `seconds` bounds each."""
+    if min(conversations, turns, fresh_conversations, plain_conversations) < 1 or tokens < 1000:
         raise ConfigError("a load needs at least one conversation, one turn and 1,000 tokens")
     folder = target if isinstance(target, Path) else assets.tokenizer(target)
     printout = Printout(Tokenizer.load(folder))
-    loads = {"exact": Shape(conversations, turns, tokens), "plain": Shape(plain_conversations, turns, tokens)}
+    counts = {"exact": conversations, "fresh": fresh_conversations, "plain": plain_conversations}
     result: dict[str, Any] = {"turns": turns, "history_tokens": tokens}
-    for capture, shape in loads.items():
-        progress(f"{shape.conversations} conversations of {turns} turns, {capture}")
+    for load, count in counts.items():
+        progress(f"{count} conversations of {turns} turns, {load}")
+        shape = Shape(count, turns, tokens, plain=load == "plain", fresh=load == "fresh")
         try:
-            result[capture] = asyncio.run(asyncio.wait_for(_measure(folder, printout, capture, shape), seconds))
+            result[load] = asyncio.run(asyncio.wait_for(_measure(folder, printout, shape), seconds))
         except TimeoutError as error:
-            raise TowlineError(f"the load with capture={capture!r} took longer than {seconds:g} s") from error
-    exact, plain = (result[capture]["turns_per_cpu_second"] for capture in loads)
-    result["ratio"] = round(exact / plain, 2)
+            raise TowlineError(f"the load {load!r} took longer than {seconds:g} s") from error
+    exact, fresh, plain = (result[load]["turns_per_cpu_second"] for load in counts)
+    result["ratio"], result["fresh_ratio"] = round(exact / plain, 2), round(fresh / plain, 2)
     return result
 
 
-async def _measure(folder: Path, printout: Printout, capture: str, shape: Shape) -> dict[str, Any]:
+async def _measure(folder: Path, printout: Printout, shape: Shape) -> dict[str, Any]:
     connections = aiohttp.TCPConnector(limit=0)
-    async with _gateway(folder, shape.turns) as gateway, aiohttp.ClientSession(connector=connections) as client:
-        warm_up = Shape(1, min(_WARM_UP_TURNS, shape.turns), shape.tokens)
-        await _converse(client, gateway, printout, capture, warm_up, 0)
+    async with _gateway(folder, shape) as gateway, aiohttp.ClientSession(connector=connections) as client:
+        warm_up = replace(shape, conversations=1, turns=min(_WARM_UP_TURNS, shape.turns))
+        await _converse(client, gateway, printout, warm_up, 0)
         cpu, memory, began = _cpu_seconds(gateway.pid), _resident_bytes(gateway.pid), time.perf_counter()
         lengths = await asyncio.gather(
-            *(_converse(client, gateway, printout, capture, shape, 1 + n) for n in range(shape.conversations))
+            *(_converse(client, gateway, printout, shape, 1 + n) for n in range(shape.conversations))
         )
         wall = time.perf_counter() - began
         cpu, memory = _cpu_seconds(gateway.pid) - cpu, _resident_bytes(gateway.pid) - memory
@@ -102,11 +112,11 @@ async def _measure(folder: Path, printout: Printout, capture: str, shape: Shape)
 
 
 async def _converse(
-    client: aiohttp.ClientSession, gateway: _Gateway, printout: Printout, capture: str, shape: Shape, seed: int
+    client: aiohttp.ClientSession, gateway: _Gateway, printout: Printout, shape: Shape, seed: int
 ) -> int:
     """Run one conversation to its end; the tokens of its last turn."""
     control = {"authorization": f"Bearer {gateway.control_key}"}
-    wanted = {"settings": {"capture": capture}}
+    wanted = {"settings": {"capture": "plain" if shape.plain else "exact"}}
     async with client.post(f"{gateway.control_url}/v1/sessions", json=wanted, headers=control) as made:
         session = orjson.loads(await _body(made))
     url = session["base_urls"]["openai"] + "/chat/completions"
@@ -116,7 +126,7 @@ async def _converse(
         async with client.post(url, data=conversation.body(), headers=headers) as answered:
             response = await _body(answered)
         if turn < shape.turns - 1:
-            conversation.hear(response, shape.result_tokens)
+            conversation.hear(response, shape.result_tokens, fresh=shape.fresh)
     return int(orjson.loads(response)["usage"]["total_tokens"])
 
 
@@ -138,10 +148,11 @@ class _Gateway:
 
 
 @asynccontextmanager
-async def _gateway(folder: Path, turns: int) -> AsyncIterator[_Gateway]:
+async def _gateway(folder: Path, shape: Shape) -> AsyncIterator[_Gateway]:
     """A gateway in a process of its own; it ends when its standard input is closed."""
     with tempfile.TemporaryDirectory(prefix="towline-bench-") as data:
-        command = (sys.executable, "-m", "towline.benchmarks.load_gateway", str(folder), data, str(turns))
+        what = [str(folder), data, str(shape.turns), *(["forgetful"] if shape.plain else [])]
+        command = (sys.executable, "-m", "towline.benchmarks.load_gateway", *what)
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
@@ -181,12 +192,12 @@ def render(result: Mapping[str, Any], console: Console) -> None:
     """Show a result to a person."""
     console.print(f"Conversations of {result['turns']} turns growing to {result['history_tokens']:,} tokens")
     table = Table()
-    for column in ("capture", "conversations", "turns", "CPU s", "turns per CPU s", "memory kept a turn"):
-        table.add_column(column, justify="left" if column == "capture" else "right")
-    for capture in ("exact", "plain"):
-        row = result[capture]
+    for column in ("load", "conversations", "turns", "CPU s", "turns per CPU s", "memory kept a turn"):
+        table.add_column(column, justify="left" if column == "load" else "right")
+    for load in ("exact", "fresh", "plain"):
+        row = result[load]
         table.add_row(
-            capture,
+            load,
             f"{row['conversations']}",
             f"{row['turns']:,}",
             f"{row['cpu_seconds']:.2f}",
@@ -194,4 +205,7 @@ def render(result: Mapping[str, Any], console: Console) -> None:
             f"{row['memory_kb_per_turn']:,.0f} kB",
         )
     console.print(table)
-    console.print(f"exact serves {result['ratio']:.1f} times the turns of rendering everything anew")
+    console.print(
+        f"exact serves {result['ratio']:.1f} times the turns of rendering everything anew, "
+        f"{result['fresh_ratio']:.1f} times if no line of a tool result was ever seen before"
+    )

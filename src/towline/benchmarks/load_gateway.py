@@ -1,6 +1,7 @@
-"""The process that the load benchmark measures: `python -m towline.benchmarks.load_gateway MODEL_FOLDER DATA TURNS`.
+"""The process that the load benchmark measures.
 
-It serves until its standard input is closed, so that it never outlives whoever started it.
+`python -m towline.benchmarks.load_gateway MODEL_FOLDER DATA TURNS [forgetful]`; with `forgetful` no encoded line is
+remembered. It serves until its standard input is closed, so that it never outlives whoever started it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from towline.gateway.server import Running, serving
 from towline.tokens.loading import load_codec
 
 
-async def _serve(folder: Path, data: Path, turns: int) -> None:
+async def _serve(folder: Path, data: Path, turns: int, *, forgetful: bool) -> None:
     codec = load_codec(folder)
+    if forgetful:
+        codec.tokenizer.remember(0)
     engine = InstantEngine(replies(codec, turns), codec.tokenizer.size)
     gateway = Gateway(engine, codec, GatewaySettings(port=0, control_port=0, data=data), model="bench")
     async with serving(gateway, secrets.token_urlsafe(16)) as running:
@@ -50,8 +53,8 @@ def _give_back_memory() -> None:
 
 
 def main() -> None:
-    folder, data, turns = sys.argv[1:]
-    uvloop.run(_serve(Path(folder), Path(data), int(turns)))
+    folder, data, turns, *rest = sys.argv[1:]
+    uvloop.run(_serve(Path(folder), Path(data), int(turns), forgetful="forgetful" in rest))
 
 
 if __name__ == "__main__":

@@ -103,6 +103,7 @@ def _config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         # A harness may think for minutes between two calls on one connection.
         timeout_keep_alive=900,
         # Longer than the gateway gives turns in flight: whoever waits is answered in his provider's own shape.

@@ -73,7 +73,7 @@ class Tokenizer:
 
     def remember(self, most: int) -> None:
         """Forget what was encoded, and remember up to `most` bytes of it from now on; with 0, nothing."""
-        self._lines = Lines(self._encode, bytes_of=bytes_of_ids(self.backend), most=most)
+        self._lines = Lines(self._encode, bytes_of=bytes_of_ids(self.backend) if most else (), most=most)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of `text` where even the text of a special token is plain text."""
