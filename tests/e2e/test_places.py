@@ -12,7 +12,7 @@ from bare_root import make_bare_root
 from dockerd_rig import dockerd
 from harness_rig import INSTALLS
 from node_rig import running_node
-from ordinary_user import run_tests
+from ordinary_user import SECONDS, run_tests
 
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say, example_arguments
@@ -92,6 +92,7 @@ async def test_docker(codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         await does_the_task(codec, tmp_path / "out", SandboxKind.DOCKER, str(root))
 
 
+@pytest.mark.timeout(SECONDS)
 def test_bubblewrap_without_root(assets: Path) -> None:
     """Both roots once more, by an ordinary user with a range of user ids."""
     shown = {"TOWLINE_ASSETS": assets, "TOWLINE_CACHE": INSTALLS.folder.parent}

@@ -16,8 +16,11 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 UID = 61_234
+SECONDS = 560
+"""Time limit of a test that runs others: longer than those may take."""
 _NAME = "towline-test"
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -29,9 +32,7 @@ def run_tests(
     folders that are shown, each by the variable that tells its place."""
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     if os.geteuid() != 0:
-        return subprocess.run(
-            [sys.executable, *options], cwd=_REPOSITORY, capture_output=True, text=True, timeout=seconds
-        )
+        return _ended([sys.executable, *options], seconds, cwd=_REPOSITORY)
     for tool in ("unshare", "setpriv", "mount"):
         assert shutil.which(tool), f"these tests need {tool}: apt-get install util-linux"
     with tempfile.TemporaryDirectory(prefix="towline-user-") as name:
@@ -70,10 +71,13 @@ def run_tests(
         user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
         command = [*user, interpreter, *options, f"--basetemp={home}/pytest"]
         steps += [f"cd {place}/repository", "exec " + shlex.join(command)]
-        return subprocess.run(
-            ["unshare", "--mount", "sh", "-ec", "\n".join(steps)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
+        return _ended(["unshare", "--mount", "sh", "-ec", "\n".join(steps)], seconds, env=environment)
+
+
+def _ended(command: list[str], seconds: float, **how: Any) -> subprocess.CompletedProcess[str]:
+    """The command at its end; what it had said, if it does not come to one."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, **how)
+    except subprocess.TimeoutExpired as error:
+        said = (error.stdout or b"").decode("utf-8", "replace")
+        raise AssertionError(f"an ordinary user's tests did not end within {seconds:g} s: {said[-4000:]}") from None

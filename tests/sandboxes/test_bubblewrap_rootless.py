@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from ordinary_user import run_tests
+from ordinary_user import SECONDS, run_tests
+
+pytestmark = pytest.mark.timeout(SECONDS)
 
 
 @pytest.mark.parametrize("subordinate", [False, True], ids=["one id", "many ids"])
