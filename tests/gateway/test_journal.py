@@ -320,6 +320,22 @@ async def test_a_waiter_that_is_gone_does_not_harm_the_others(tmp_path: Path) ->
     assert ids(replay(tmp_path)) == [0, 1, 2]
 
 
+async def test_closing_over_a_disk_that_does_not_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = GatedDisk()
+    journal = Journal.open(tmp_path, disk=gated.disk)
+    gated.close_gate()
+    waiting = asyncio.create_task(journal.append(turn(0)))
+    assert await asyncio.to_thread(gated.syncing.wait, 60)
+    monkeypatch.setattr(log, "_CLOSING_SECONDS", 0.05)
+    with pytest.raises(JournalError, match="does not answer"):
+        await journal.close()
+    monkeypatch.undo()
+    gated.gate.set()
+    await waiting
+    await journal.close()
+    assert ids(replay(tmp_path)) == [0]
+
+
 async def test_a_large_batch_takes_several_writes_and_one_sync(tmp_path: Path) -> None:
     gated = GatedDisk()
     written: list[int] = []
