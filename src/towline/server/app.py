@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -49,7 +49,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(ServiceError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(DBAPIError, _database)
+    app.add_exception_handler(SQLAlchemyError, _database)
     app.add_exception_handler(OSError, _away)
     app.add_exception_handler(Damaged, _damaged)
     app.add_exception_handler(Exception, _unforeseen)
@@ -158,7 +158,7 @@ class _Door:
         try:
             if keys.needed or await keys.exist():
                 return None
-        except (DBAPIError, OSError):
+        except (SQLAlchemyError, OSError):
             return _problem(503, "the database is away", retry_after=2)
         return _problem(403, "a service without keys answers only requests to this machine's own name")
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from sqlalchemy import Row, delete, func, select, update
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 
 from towline.crashpoints import crash_point
 from towline.server import tables
@@ -71,7 +71,7 @@ class Callbacks:
                     due = await self._due()
                     await asyncio.gather(*(self._tell(web, row) for row in due))
                     pause = 0.0 if due else await self._until_next()
-                except (DBAPIError, OSError) as error:
+                except (SQLAlchemyError, OSError) as error:
                     log.warning("callbacks wait: %s", error)
                     pause = 5.0
                 if pause:

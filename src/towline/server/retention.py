@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sqlalchemy import delete, func, select, update
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.server import tables
@@ -62,7 +62,7 @@ class Retention:
                 while await self.sweep(time.time()) >= _TASKS:
                     continue
                 await self.events.prune()
-            except (DBAPIError, OSError) as error:
+            except (SQLAlchemyError, OSError) as error:
                 log.warning("old results could not be removed: %s", error)
             await asyncio.sleep(_EVERY)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.config import ServerSettings
@@ -109,7 +109,7 @@ class Service:
                 self.scheduler.broken = str(error)
                 log.critical("%s", error)
                 return
-            except (DBAPIError, OSError) as error:
+            except (SQLAlchemyError, OSError) as error:
                 log.warning("the database is away: %s", error)
 
     # Tasks

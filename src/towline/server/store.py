@@ -20,6 +20,7 @@ from sqlalchemy import Insert, Table, event, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from towline import locks
@@ -182,7 +183,7 @@ class Store:
             try:
                 async with self.write() as tx:
                     return await work(tx)
-            except (DBAPIError, OSError) as error:
+            except (SQLAlchemyError, OSError) as error:
                 if not passing(error):
                     raise
                 log.warning("%s: the database is away, trying again: %s", what, _said(error))
@@ -210,7 +211,7 @@ def _locked(path: Path) -> int:
 
 def passing(error: BaseException) -> bool:
     """Whether the same transaction may succeed later: the database is away, busy or full, or broke a deadlock."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError | NoConnection):
         return True
     if not isinstance(error, DBAPIError):
         return False
