@@ -83,7 +83,7 @@ def conclude(out: Path, seconds: float) -> dict[str, Any]:
     found = {
         "updates": len(steps),
         "sessions": steps[-1]["sessions_used"],
-        "minutes": round(seconds / 60, 1),
+        "minutes_since_start": round(seconds / 60, 1),
         "success_first": round(first, 4),
         "success_last": round(last, 4),
         "points": round(100 * (last - first), 1),
@@ -114,6 +114,7 @@ def draw(success: list[float], path: Path) -> None:
         )
     axes.axhline(CHANCE, color="grey", linestyle=":", label="chance")
     axes.set(ylim=(0, 1.05), xlabel="update", ylabel="success", title="Pi learns to read the note that was asked about")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
@@ -122,10 +123,10 @@ def draw(success: list[float], path: Path) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a tiny model by GRPO on sessions of the real Pi.")
     parser.add_argument("--out", type=Path, default=Path("runs/pi-learns"), help="model, checkpoint, metrics, curve")
-    parser.add_argument("--steps", type=int, default=24, help="updates")
-    parser.add_argument("--groups", type=int, default=8, help="groups an update")
-    parser.add_argument("--samples", type=int, default=8, help="sessions a group")
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=20, help="updates")
+    parser.add_argument("--groups", type=int, default=16, help="groups an update")
+    parser.add_argument("--samples", type=int, default=4, help="sessions a group")
+    parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--entropy", type=float, default=0.01)
     parser.add_argument("--concurrency", type=int, default=4, help="sessions at the same time")
     parser.add_argument("--warm-up", type=int, default=STEPS, help="steps of the format warm-up")

@@ -72,8 +72,18 @@ def create(
         return folder
     if folder.exists() and not stamp.is_file():
         raise ConfigError(f"{folder} is there and was not made here; choose another folder")
+    # Made beside it and renamed: what is there is whole.
+    made = folder.with_name(f".{folder.name}.making")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    _make(made, prompt, seed, steps, progress)
+    (made / stamp.name).write_text(json.dumps(recipe) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    made.rename(folder)
+    return folder
+
+
+def _make(folder: Path, prompt: Prompt, seed: int, steps: int, progress: Progress | None) -> None:
     _write_tokenizer(folder, prompt)
     codec = load_codec(folder, renderer="sentinel")
     config = DecoderConfig(
@@ -96,15 +106,15 @@ def create(
     save(decoder, folder)
     generation = {"eos_token_id": sorted(codec.stop_ids), "do_sample": True, "temperature": 1.0}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    stamp.write_text(json.dumps(recipe) + "\n")
-    return folder
 
 
 def _recipe(prompt: Prompt, seed: int, steps: int) -> dict[str, object]:
     """What the model is made from: these files, Pi's prompt, and the arguments."""
     here = Path(__file__).parent
     sources = "".join((here / name).read_text() for name in ("pi_model.py", "notes.py", "pi_prompt.py"))
-    made_from = f"{sources}{prompt.system.text}{prompt.frame.functions}"
+    made_from = (
+        f"{sources}{prompt.system.text}{prompt.frame.functions}{prompt.edited}{prompt.not_edited}{prompt.written}"
+    )
     return {"recipe": hashlib.sha256(made_from.encode()).hexdigest(), "seed": seed, "steps": steps}
 
 

@@ -15,10 +15,12 @@ from towline.conversation import ToolCall
 from towline.demo.session import BOUND, recompute
 from towline.engines.embedded import EmbeddedEngine, load
 from towline.tokens.loading import load_codec
+from towline.trainers.metrics import Metrics
 
 EXAMPLE = Path(__file__).parents[2] / "examples/pi_learns"
 sys.path.insert(0, str(EXAMPLE))
 
+import learn  # noqa: E402
 import notes  # noqa: E402
 import pi_model  # noqa: E402
 import pi_prompt  # noqa: E402
@@ -100,3 +102,17 @@ async def test_a_session_of_pi_with_the_model_is_exact(model: Path) -> None:
     assert trajectory.reward.score == 0.0
     assert trajectory.report.trained_tokens > 0
     assert recompute(model, [trajectory]) < BOUND
+
+
+def test_what_a_run_comes_to_is_its_last_five_updates_beside_its_first_five(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    line = {"trained_tokens": 100, "row_tokens": 1000, "worst_logprob": 1e-6}
+    for step in range(1, 13):
+        metrics.write(step, {**line, "mean_reward": 0.2 if step <= 5 else step / 16, "sessions_used": 64 * step})
+    metrics.close()
+    found = learn.conclude(tmp_path, 600.0)
+    assert found["success_first"] == pytest.approx(0.2)
+    assert found["success_last"] == pytest.approx(10 / 16)
+    assert found["points"] == pytest.approx(42.5)
+    assert found["sessions"] == 64 * 12
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
