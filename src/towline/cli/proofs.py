@@ -109,7 +109,7 @@ def bench_builders(
 def demo(
     folder: Annotated[Path, typer.Option(help="Where trajectory, metrics and curves are written.")] = Path("runs/demo"),
     questions: Annotated[int, typer.Option(help="Questions of the session that is shown.", min=1)] = 4,
-    steps: Annotated[int, typer.Option(help="Updates; 0 shows the one session and trains nothing.", min=0)] = 20,
+    steps: Annotated[int, typer.Option(help="Updates; 0 shows the one session and trains nothing.", min=0)] = 28,
     control: Annotated[
         bool, typer.Option("--control", help="Shuffle rewards within each group: there is nothing to learn.")
     ] = False,

@@ -34,7 +34,7 @@ HELD_OUT = 64
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    steps: int = 20
+    steps: int = 28
     groups: int = 12
     samples: int = 8
     rate: float = 1.2e-3

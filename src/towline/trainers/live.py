@@ -66,7 +66,8 @@ class LiveView:
         self._rewards.append(step.update.mean_reward)
         self._progress.update(self._task, completed=step.update.version)
         if self._live is None:
-            self._console.print(f"update {step.update.version:>3} of {self._steps}: {step.line()}", highlight=False)
+            text = f"update {step.update.version:>3} of {self._steps}: {step.line()}"
+            self._console.print(text, highlight=False, soft_wrap=True)
 
     def measured(self, found: Measured) -> None:
         self._measured.append(found.success)
