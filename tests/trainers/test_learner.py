@@ -89,6 +89,16 @@ def test_a_group_without_a_gradient_changes_nothing_but_the_version(folder: Path
     assert all(torch.equal(value, weights[name]) for name, value in learner.model.state_dict().items())
 
 
+def test_groups_that_teach_nothing_make_for_fewer_steps_not_smaller_ones(folder: Path) -> None:
+    for equal, steps in ((0, 4), (6, 1)):
+        learner = Learner(folder, LearnerSettings(updates=4))
+        groups = group(learner, [1.0, 0.0] * (4 if not equal else 1))
+        groups |= {"equal": [trajectory(f"e{n}", 1.0, group="equal") for n in range(equal)]}
+        learner.update(groups)
+        (taken,) = {int(state["step"]) for state in learner.optimiser.state.values()}
+        assert taken == steps
+
+
 def test_going_on_from_a_checkpoint_is_as_if_it_had_never_stopped(folder: Path, tmp_path: Path) -> None:
     def data(n: int) -> dict[str, list[Trajectory]]:
         return {"g": [trajectory(f"s{n}{k}", float(k % 2), version=n) for k in range(6)]}

@@ -39,7 +39,7 @@ class Training:
     samples: int = 8
     rate: float = 1.2e-3
     updates: int = 6
-    entropy: float = 0.01
+    entropy: float = 0.005
     concurrency: int = 16
     measurements: int = 3
     """How often success is measured after the start; the last time is at the end."""

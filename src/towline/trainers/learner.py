@@ -36,7 +36,8 @@ class LearnerSettings:
     weight_decay: float = 0.0
     max_norm: float = 1.0
     updates: int = 4
-    """Optimiser steps that a batch of groups is split into."""
+    """Optimiser steps that a batch of groups is split into. Where groups teach nothing there are fewer steps, not smaller
+    ones: a step from a session or two is as long as any other, and mostly noise."""
     epochs: int = 1
     """How often each session is learned from; the clipped ratio is what keeps the later ones in bounds."""
     batch_tokens: int = 8192
@@ -123,7 +124,7 @@ class Learner:
         return report
 
     def _learn(self, rows: Sequence[Row], report: Update) -> None:
-        parts = self._parts(rows)
+        parts = self._parts(rows, report.sessions)
         before = [
             self._measured(list(batches(part, self.settings.batch_tokens, per=self.settings.per))) for part in parts
         ]
@@ -147,11 +148,12 @@ class Learner:
             self.optimiser.step()
             crash_point("trainer.learning")
 
-    def _parts(self, rows: Sequence[Row]) -> list[list[Row]]:
+    def _parts(self, rows: Sequence[Row], scored: int) -> list[list[Row]]:
         """The rows in as many parts as there are optimiser steps; a session's rows stay together."""
         sessions = list(dict.fromkeys(row.session for row in rows))
         order = torch.randperm(len(sessions), generator=self._shuffle).tolist()
-        count = min(self.settings.updates, len(sessions))
+        count = max(1, round(self.settings.updates * len(sessions) / max(scored, len(sessions))))
+        count = min(count, len(sessions))
         place = {sessions[index]: number % count for number, index in enumerate(order)}
         parts: list[list[Row]] = [[] for _ in range(count)]
         for row in rows:
