@@ -26,6 +26,8 @@ _NODE = "node"
 _PREFIX = "keeper-"
 _PATIENCE = 20.0
 """Seconds that a keeper without a node has to end: longer than it gives its sandboxes."""
+_START = 0.5
+"""Seconds that a child of a killed node may still hold what its parent held, before it becomes its own program."""
 _MOMENT = 60.0
 
 
@@ -73,7 +75,7 @@ def reap(data: Path) -> list[str]:
                     if time.time() - folder.stat().st_mtime > _MOMENT:
                         _remove(folder)
                 continue
-            if not _free(node.fileno()):
+            if not _free(node.fileno(), _START):
                 continue
             if not _free(lock.fileno(), _PATIENCE):
                 notes.append(f"the keeper of {folder.name} does not end, although its node is gone")
@@ -91,7 +93,7 @@ def _locked(path: Path) -> int:
     return lock
 
 
-def _free(lock: int, seconds: float = 0.0) -> bool:
+def _free(lock: int, seconds: float) -> bool:
     """Take a lock, if it is free within so many seconds."""
     until = time.monotonic() + seconds
     while True:
