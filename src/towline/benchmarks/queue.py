@@ -1,10 +1,13 @@
 """What a session costs the server, with few and with many in the queue.
 
-The real service on SQLite with its defaults (WAL, every commit synced); sessions are run by the fake runner, which ends
-each at once with a small trajectory, so that what is measured is the server alone. Each size is a process of its own: the
-queue is filled while the policy is paused, then a fixed number of sessions is run, leased and acknowledged while the rest
-wait behind them. CPU is what the kernel charged to the process, all threads; memory is what it kept. If a session cost
-more with ten times as many behind it, it would show here.
+The real service on SQLite with its defaults (WAL, every commit synced), twice. With the fake runner, which ends each session
+at once with a small trajectory, what is measured is the server alone. With the real node, sandboxes, gateway and journal
+and the scripted engine, it is all that the service's process does for a session; what runs in the sandbox is not its own.
+
+Each size is a process of its own: the queue is filled while the policy is paused, then a fixed number of sessions is run
+while the rest wait behind them, and with the fake runner leased and acknowledged too. CPU is what the kernel charged to
+the process, all threads; memory is what it kept. If a session cost more with ten times as many behind it, it would show
+here.
 """
 
 from __future__ import annotations
@@ -16,113 +19,166 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from towline import assets, rollout
 from towline.benchmarks.fake_runner import FakeRunner
-from towline.config import ServerSettings
+from towline.config import GatewaySettings, NodeSettings, ServerSettings, Settings
 from towline.engines.base import PauseMode
+from towline.engines.scripted import Say, ScriptedEngine
 from towline.errors import TowlineError
+from towline.gateway.gateway import Gateway
 from towline.schema import Task, Unit
 from towline.server.auth import ANYBODY
+from towline.server.local import NodeRunner
 from towline.server.results import Wish
+from towline.server.runner import Runner
 from towline.server.service import Service
+from towline.tokens.loading import load_codec
 
 SAMPLES = 10
 """Sessions a task."""
-RUN = 500
+RUN = {"fake": 500, "node": 100}
 """Sessions that are run at each size, or half of the queue if that is less."""
-_FIGURES = ("memory_bytes", "submit_ms", "run_ms", "deliver_ms")
+_FIGURES = ("memory_bytes", "submit_ms", "run_ms")
+_SECONDS = 1200
+"""When a size is given up."""
+_PROGRAM = Path(__file__).with_name("agent_program.py")
 
 
 def run(sizes: Sequence[int] = (1_000, 10_000), *, report: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Figures a session at each number of queued sessions, and how they grow from the smallest to the largest."""
+    """Figures a session at each number of queued sessions, by runner, and how they grow from smallest to largest."""
+    return {"database": "sqlite", "runners": {runner: _grown(runner, sizes, report) for runner in RUN}}
+
+
+def _grown(runner: str, sizes: Sequence[int], report: Callable[[str], None] | None) -> dict[str, Any]:
     found = []
     for size in sizes:
         if report is not None:
-            report(f"{size} queued")
+            report(f"{size} queued, {_TITLES[runner]}")
         done = subprocess.run(
-            [sys.executable, "-m", "towline.benchmarks.queue", str(size)], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "towline.benchmarks.queue", runner, str(size)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_SECONDS,
         )
         if done.returncode:
             raise TowlineError(f"the server with {size} queued sessions failed: {done.stderr[-2000:]}")
         found.append(json.loads(done.stdout.splitlines()[-1]))
     growth = {name: found[-1][name] / found[0][name] if found[0][name] else None for name in _FIGURES}
-    return {"runner": "fake", "database": "sqlite", "sizes": found, "growth": growth}
+    return {"sizes": found, "growth": growth}
+
+
+_TITLES = {"fake": "the server alone", "node": "with node, sandboxes and scripted engine"}
 
 
 def render(result: dict[str, Any], console: Console) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("")
     for name in (
         "queued",
         "memory kept",
         "CPU to submit",
-        "CPU to schedule and store",
+        "CPU to run and store",
         "CPU to lease and ack",
         "sessions/s",
     ):
         table.add_column(name, justify="right")
-    for size in result["sizes"]:
-        table.add_row(
-            f"{size['queued']:,}",
-            f"{size['memory_bytes']:,.0f} B",
-            f"{size['submit_ms']:.3f} ms",
-            f"{size['run_ms']:.2f} ms",
-            f"{size['deliver_ms']:.3f} ms",
-            f"{size['sessions_a_second']:,.0f}",
-        )
+    for runner, found in result["runners"].items():
+        for size in found["sizes"]:
+            delivering = size["deliver_ms"]
+            table.add_row(
+                _TITLES[runner],
+                f"{size['queued']:,}",
+                f"{size['memory_bytes']:,.0f} B",
+                f"{size['submit_ms']:.3f} ms",
+                f"{size['run_ms']:.2f} ms",
+                "" if delivering is None else f"{delivering:.3f} ms",
+                f"{size['sessions_a_second']:,.1f}",
+            )
     console.print(table)
-    growth = result["growth"]
+    grown = ", ".join(f"{found['growth']['run_ms']:.2f} ({_TITLES[name]})" for name, found in result["runners"].items())
     console.print(
-        "CPU and memory of one session, run by the fake runner, on SQLite. From the smallest queue to the largest, "
-        f"scheduling and storing a session costs {growth['run_ms']:.2f} times as much.",
+        "CPU and memory of the service's process for one session, on SQLite. From the smallest queue to the largest, "
+        f"running and storing a session costs so many times as much: {grown}.",
         highlight=False,
     )
 
 
-async def _measure(queued: int, folder: Path) -> dict[str, Any]:
-    service = Service(ServerSettings(data=folder, stop_seconds=0), FakeRunner())
-    await service.open()
-    try:
-        # The first of everything costs more than the rest: imports, prepared statements, connections.
-        await _submit(service, "warm", 40)
-        await _deliver(service, 40)
-        await service.policy.pause(PauseMode.ABORT, None)
-        memory = _memory()
-        cpu = time.process_time()
-        await _submit(service, "task", queued)
-        submitting = time.process_time() - cpu
-        kept = _memory() - memory
-        cpu, wall = time.process_time(), time.perf_counter()
-        await service.policy.resume(None)
-        count = min(RUN, queued // 2)
-        while (ended := queued - service.scheduler.waiting - len(service.scheduler.flights)) < count:
-            await service.signals.results.wait(service.signals.results.count, 1.0)
-        running, seconds = time.process_time() - cpu, time.perf_counter() - wall
+@asynccontextmanager
+async def _runner(kind: str, folder: Path) -> AsyncIterator[Runner]:
+    if kind == "fake":
+        yield FakeRunner()
+        return
+    codec = load_codec(assets.folder() / "tokenizers" / "qwen3")
+    settings = Settings(gateway=GatewaySettings(port=0, control_port=0, data=folder), node=NodeSettings(run_workers=8))
+    engine = ScriptedEngine(codec, lambda request: Say("Done."))
+    gateway = Gateway(engine, codec, settings.gateway, model="scripted")
+    async with rollout.node_on(gateway, settings, folder) as node:
+        yield NodeRunner(node)
+
+
+async def _measure(kind: str, queued: int, folder: Path) -> dict[str, Any]:
+    async with _runner(kind, folder / "node") as runner:
+        service = Service(ServerSettings(data=folder, stop_seconds=0), runner)
+        await service.open()
+        try:
+            return await _figures(service, kind, queued)
+        finally:
+            await service.close()
+
+
+async def _figures(service: Service, kind: str, queued: int) -> dict[str, Any]:
+    # The first of everything costs more than the rest: imports, prepared statements, connections.
+    await _submit(service, kind, "warm", 40)
+    await _deliver(service, 40)
+    await service.policy.pause(PauseMode.ABORT, None)
+    memory = _memory()
+    cpu = time.process_time()
+    await _submit(service, kind, "task", queued)
+    submitting = time.process_time() - cpu
+    kept = _memory() - memory
+    cpu, wall = time.process_time(), time.perf_counter()
+    await service.policy.resume(None)
+    count = min(RUN[kind], queued // 2)
+    while (ended := queued - service.scheduler.waiting - len(service.scheduler.flights)) < count:
+        await service.signals.results.wait(service.signals.results.count, 1.0)
+    running, seconds = time.process_time() - cpu, time.perf_counter() - wall
+    delivering: float | None = None
+    if kind == "fake":
+        # Nothing else is under way then. A real session would wait for its turn until the policy goes on.
         await service.policy.pause(PauseMode.ABORT, None)
         await asyncio.gather(*service.scheduler.flights.values())
         cpu = time.process_time()
         await _deliver(service, count)
-        delivering = time.process_time() - cpu
-    finally:
-        await service.close()
+        delivering = (time.process_time() - cpu) / count * 1000
     return {
         "queued": queued,
         "memory_bytes": max(0, kept) / queued,
         "submit_ms": submitting / queued * 1000,
         "run_ms": running / ended * 1000,
-        "deliver_ms": delivering / count * 1000,
+        "deliver_ms": delivering,
         "sessions_a_second": ended / seconds,
     }
 
 
-async def _submit(service: Service, name: str, sessions: int) -> None:
+async def _submit(service: Service, kind: str, name: str, sessions: int) -> None:
+    real = {"command": f"python3 -S -E {{program}}/{_PROGRAM.name}", "folder": str(_PROGRAM.parent)}
     tasks = [
-        Task(task_id=f"{name}-{number}", instruction="x", harness="fake", num_samples=SAMPLES)
+        Task(
+            task_id=f"{name}-{number}",
+            instruction="x",
+            harness="fake" if kind == "fake" else "shell",
+            harness_options={} if kind == "fake" else real,
+            num_samples=SAMPLES,
+        )
         for number in range(sessions // SAMPLES)
     ]
     for start in range(0, len(tasks), 50):
@@ -145,10 +201,10 @@ def _memory() -> int:
     return 0
 
 
-def _main(queued: int) -> None:
+def _main(kind: str, queued: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(asyncio.run(_measure(queued, Path(folder)))))
+        print(json.dumps(asyncio.run(_measure(kind, queued, Path(folder)))))
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    _main(sys.argv[1], int(sys.argv[2]))
