@@ -149,7 +149,10 @@ def _train(side: Side, plan: Plan, model: Path, folder: Path, told: Callable[[in
 
     torch.set_num_threads(1)
     # Batches so small that rows of one length go together: else a row a turn would be charged for padding as well.
-    learning = LearnerSettings(rate=plan.rate, batch_tokens=4096, loss=LossSettings(entropy=plan.entropy))
+    # And every session goes through: builders are compared on the same work.
+    learning = LearnerSettings(
+        rate=plan.rate, batch_tokens=4096, keep_equal=True, loss=LossSettings(entropy=plan.entropy)
+    )
     learner = Metered(model, learning, seed=plan.seed)
     settings = GrpoSettings(
         run="ablation", steps=plan.steps, groups=plan.groups, synchronous=True, max_staleness=None, seed=plan.seed

@@ -42,6 +42,7 @@ def group_advantages(
     scale: Scale = "std",
     turn_weight: float = 1.0,
     outcome_weight: float = 1.0,
+    keep_equal: bool = False,
 ) -> Advantages:
     """Rewards of each group, centred on its mean and, with `std`, divided by its standard deviation.
 
@@ -63,7 +64,8 @@ def group_advantages(
         per_turn = {t.session_id: in_order for t, _ in scored if (in_order := turn_rewards(t))}
         turns = _turn_advantages(per_turn, scale, turn_weight) if per_turn else {}
         spread = float(rewards.std())
-        if spread == 0.0 and not any(value for values in turns.values() for value in values.values()):
+        teaches = spread > 0.0 or any(value for values in turns.values() for value in values.values())
+        if not teaches and not keep_equal:
             found.equal += 1
             continue
         centred = (rewards - rewards.mean()) / (spread if scale == "std" and spread > 0 else 1.0)

@@ -38,6 +38,8 @@ class LearnerSettings:
     updates: int = 4
     """Optimiser steps that a batch of groups is split into. Where groups teach nothing there are fewer steps, not smaller
     ones: a step from a session or two is as long as any other, and mostly noise."""
+    keep_equal: bool = False
+    """Whether groups whose sessions all got the same go through the trainer: they teach nothing, but cost what others do."""
     epochs: int = 1
     """How often each session is learned from; the clipped ratio is what keeps the later ones in bounds."""
     batch_tokens: int = 8192
@@ -105,6 +107,7 @@ class Learner:
             scale=settings.scale,
             turn_weight=settings.turn_weight,
             outcome_weight=settings.outcome_weight,
+            keep_equal=settings.keep_equal,
         )
         rows = rows_of([trajectory for group in groups.values() for trajectory in group], advantages)
         report = Update(
