@@ -12,7 +12,7 @@ from pydantic import Field, FiniteFloat, model_validator
 from towline.errors import TowlineError
 from towline.schema.base import Count, Id, Json, Model, Scores
 from towline.schema.environment import Environment, File
-from towline.schema.vocabulary import EndReason, RewardStatus, SessionState
+from towline.schema.vocabulary import EndReason, FailureReason, RewardStatus, SessionState
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -124,6 +124,8 @@ class Session(Model):
     attempt: int = Field(default=1, ge=1)
     state: SessionState = SessionState.QUEUED
     end_reason: EndReason | None = None
+    failure: FailureReason | None = None
+    """Why it is FAILED or LOST."""
     error: str | None = None
     node: str = ""
     created: float = 0.0
@@ -132,13 +134,20 @@ class Session(Model):
     metadata: Json = Field(default_factory=dict)
 
     def advance(
-        self, state: SessionState, *, at: float, end_reason: EndReason | None = None, error: str | None = None
+        self,
+        state: SessionState,
+        *,
+        at: float,
+        end_reason: EndReason | None = None,
+        error: str | None = None,
+        failure: FailureReason | None = None,
     ) -> Session:
         """The session after one step; raises `TransitionError` for a step that does not exist."""
         if not self.state.can_become(state):
             raise TransitionError(f"session {self.session_id} cannot go from {self.state} to {state}")
         changes = {"state": state, "updated": at}
         changes |= {"end_reason": end_reason or self.end_reason, "error": error or self.error}
+        changes |= {"failure": failure or self.failure}
         return Session.model_validate(self.__dict__ | changes)
 
     @model_validator(mode="after")

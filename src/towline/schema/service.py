@@ -12,7 +12,7 @@ from pydantic import Field
 
 from towline.schema.base import Count, Id, Json, Model
 from towline.schema.entities import Session
-from towline.schema.vocabulary import EndReason, RewardStatus, SessionState
+from towline.schema.vocabulary import EndReason, FailureReason, RewardStatus, SessionState
 
 
 class Unit(StrEnum):
@@ -86,6 +86,8 @@ class SessionResult(Model):
     attempt: int
     state: SessionState
     end_reason: EndReason | None = None
+    failure: FailureReason | None = None
+    """Why it is FAILED or LOST."""
     error: str | None = None
     reward: float | None = None
     """`None` while there is no score: never to be read as 0."""
@@ -139,6 +141,20 @@ class Acked(Model):
 class Policy(Model):
     version: Count
     paused: bool
+
+
+class BreakerStatus(Model):
+    """The circuit breaker of one engine or sandbox runtime. While it is open, sessions that need the component wait."""
+
+    component: str
+    """`engine:NAME` or `sandbox:KIND`."""
+    open: bool
+    reason: str = ""
+    """What the component last answered; kept after the breaker has closed."""
+    since: float = 0.0
+    """Unix time of the last opening or closing."""
+    opened: Count = 0
+    """How often it has opened."""
 
 
 class Event(Model):

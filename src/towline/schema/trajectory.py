@@ -34,6 +34,7 @@ from towline.schema.vocabulary import (
     BuilderName,
     ContextPolicy,
     EndReason,
+    FailureReason,
     ForkReason,
     SessionState,
     TurnRole,
@@ -248,6 +249,8 @@ class Trajectory(Model):
     reward: Reward | None = None
     state: SessionState
     end_reason: EndReason | None = None
+    failure: FailureReason | None = None
+    """Why the session is FAILED or LOST."""
     error: str | None = None
     report: FidelityReport = Field(default_factory=FidelityReport)
     tools: dict[str, list[Json]] = Field(default_factory=dict)

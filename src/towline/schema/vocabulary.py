@@ -87,6 +87,37 @@ class EndReason(StrEnum):
     LIMIT = "limit"
     CANCELLED = "cancelled"
     ERROR = "error"
+    MEMORY = "memory"
+    """The sandbox's own memory limit killed it: the agent's doing, scored."""
+
+
+class FailureReason(StrEnum):
+    """Which part of the infrastructure made a session FAILED or LOST. Such a session is never scored."""
+
+    ENGINE = "engine"
+    """The engine failed a turn, or its answer broke the contract."""
+    STALL = "stall"
+    """The engine produced no token for `engine.stall_seconds`."""
+    SANDBOX = "sandbox"
+    """The sandbox could not be made, or was killed from outside."""
+    SETUP = "setup"
+    """A set-up command of the task failed."""
+    HARNESS = "harness"
+    """The harness could not be started, or made no model call."""
+    EVALUATOR = "evaluator"
+    """The evaluation failed, and so did the control run on an untouched environment."""
+    STAGE_TIMEOUT = "stage_timeout"
+    """A stage other than RUN exceeded its budget."""
+    NODE = "node"
+    """The node or the server that ran the session died."""
+    STORAGE = "storage"
+    """The journal, the trajectory or its segment could not be written or read."""
+    QUARANTINED = "quarantined"
+    """The session was running at three node deaths and is not tried again."""
+    CONFIG = "config"
+    """A setting that the session needs cannot be used."""
+    INTERNAL = "internal"
+    """An unexpected error in Towline."""
 
 
 class RewardStatus(StrEnum):
