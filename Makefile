@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 ARGS ?=
 RUFF_PATHS := $(wildcard src tests bench examples)
 
-.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes vllm test-engines test-training test-trainers lint format bench audit lock clean
+.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults vllm test-engines test-training test-trainers lint format bench audit lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,9 @@ test-harnesses: assets system harnesses ## Run the real Codex, Claude Code, Qwen
 
 test-crashes: setup test-system ## Kill a server with real sandboxes at every named point and at random, on both databases
 	$(BIN)/python -m pytest tests/server/test_server_crash.py --all-crashes --timeout 3000 -n0 $(PYTEST_ARGS)
+
+test-faults: setup system ## Fail the engine in ten ways under serve, eval and train: nothing that failed is scored
+	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
 
 test-training: setup system ## Train the tiny model for some minutes: it learns, and with shuffled rewards it does not
 	$(BIN)/python -m pytest tests/e2e/training $(PYTEST_ARGS)

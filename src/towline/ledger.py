@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from towline import locks
 from towline.errors import TowlineError
-from towline.schema import Model, SessionState, Task, Trajectory
+from towline.schema import FailureReason, FailureTally, Model, SessionState, Task, Trajectory
 from towline.schema.files import write_atomically
 
 LINES, RECIPE, TRAJECTORIES = "progress.jsonl", "recipe.json", "trajectories"
@@ -43,6 +43,7 @@ class Sample(Model):
     state: SessionState
     end_reason: str | None = None
     exit_code: int | None = None
+    failure: FailureReason | None = None
     error: str | None = None
     reward: float | None = None
     reward_status: str | None = None
@@ -79,6 +80,7 @@ class Sample(Model):
             state=trajectory.state,
             end_reason=trajectory.end_reason.value if trajectory.end_reason else None,
             exit_code=code if isinstance(code, int) else None,
+            failure=trajectory.failure,
             error=trajectory.error or (reward.error if reward is not None else None),
             reward=reward.score if reward is not None else None,
             reward_status=reward.status.value if reward is not None else None,
@@ -107,6 +109,17 @@ def digest_of(task: Task) -> str:
     """Of what the task's sessions do; how many of them there are, and which goes first, is not part of it."""
     content = task.model_dump(mode="json", exclude={"num_samples", "min_samples", "priority", "max_attempts"})
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def failures_of(samples: Iterable[Sample]) -> FailureTally:
+    """The infrastructure failures among samples."""
+    tally = FailureTally()
+    for sample in samples:
+        if sample.state is SessionState.DONE:
+            tally.add_ended()
+        else:
+            tally.add_failed(sample.failure, sample.error)
+    return tally
 
 
 class Ledger:
@@ -196,7 +209,7 @@ class Ledger:
         except ValueError as error:
             raise LedgerError(f"{path} is not JSON: {error}") from error
         plain = json.loads(json.dumps(recipe))
-        different = sorted(name for name in {*before, *plain} if before.get(name) != plain.get(name))
+        different = sorted(name for name in {*before, *plain} if not _agree(before.get(name), plain.get(name)))
         if different:
             told = ", ".join(f"{name} was {before.get(name)!r} and is {plain.get(name)!r}" for name in different)
             raise LedgerError(f"{self.folder} was begun otherwise: {told}. Give another folder, or the same settings.")
@@ -232,3 +245,10 @@ class Ledger:
         self._file.write(json.dumps(fields).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def _agree(before: Any, now: Any) -> bool:
+    """Whether two recipes' values agree. A section's fields that only one of them has are of another version of Towline."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(_agree(before[name], now[name]) for name in before.keys() & now.keys())
+    return bool(before == now)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,6 +105,7 @@ def line_of(one: Finished) -> dict[str, Any]:
         "attempt": one.session.attempt,
         "state": one.session.state.value,
         "end_reason": trajectory.end_reason.value if trajectory.end_reason else None,
+        "failure": trajectory.failure.value if trajectory.failure else None,
         "exit_code": trajectory.metadata.get("exit_code"),
         "reward": reward.score if reward is not None else None,
         "reward_status": reward.status.value if reward is not None else None,
@@ -124,11 +126,13 @@ def summary(results: Results) -> dict[str, Any]:
     lines = [line_of(one) for one in results.finished]
     scores = [line["reward"] for line in lines if line["reward"] is not None]
     states: dict[str, int] = {}
+    failures = Counter(line["failure"] for line in lines if line["failure"] is not None)
     for line in lines:
         states[line["state"]] = states.get(line["state"], 0) + 1
     return {
         "sessions": len(lines),
         "states": states,
+        "failures": dict(failures.most_common()),
         "usable": sum(one.usable for one in results.finished),
         "scored": len(scores),
         "mean_reward": sum(scores) / len(scores) if scores else None,

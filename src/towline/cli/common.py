@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from towline.schema import ContextPolicy
+from towline.schema import ContextPolicy, FailureTally
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 ModelFolder = Annotated[
@@ -43,10 +43,24 @@ Config = Annotated[Path | None, typer.Option(help="Settings file. Default ./towl
 Temperature = Annotated[float | None, typer.Option(help="Temperature of every turn, whatever a harness asks.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest turn, in tokens.", min=1)]
 
+MaxFailed = Annotated[
+    float,
+    typer.Option(help="Exit with status 1 if infrastructure failed a larger share of sessions.", min=0, max=1),
+]
+
 
 def session(policy: ContextPolicy | None, temperature: float | None, max_tokens: int | None) -> dict[str, Any]:
     """The `session` section that the options of a command make."""
     return {"policy": policy, "sampling": {"temperature": temperature, "max_tokens": max_tokens}}
+
+
+def exit_on_failures(failures: FailureTally, most: float) -> None:
+    """End the command with status 1 and the reason if infrastructure failed a larger share of its sessions than `most`."""
+    if failures.exceeds(most):
+        Console(stderr=True).print(
+            f"[bold red]towline:[/] {plain(failures.message(most))}", highlight=False, soft_wrap=True
+        )
+        raise typer.Exit(1)
 
 
 def plain(text: str) -> str:

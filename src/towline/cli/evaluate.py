@@ -37,6 +37,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Folder of the run; one that was begun is gone on with. Default: runs/eval-TIME."),
     ] = None,
+    max_failed: common.MaxFailed = 0.0,
     option: work.Option = None,
     sandbox: work.Sandbox = None,
     concurrency: work.Concurrency = None,
@@ -54,11 +55,11 @@ def evaluate(
     """Measure pass@1 and pass@k over tasks, with confidence intervals, by task and harness.
 
     Sessions run as they do in training: the same gateway, context policy and sampling settings. Infrastructure failures
-    leave the tally and are counted. Exit status 1 if there were any.
+    leave the tally and are counted by reason. Exit status 1 if they exceed `--max-failed`.
     """
     from towline import resuming
     from towline.datasets.writing import values_of
-    from towline.ledger import Ledger
+    from towline.ledger import Ledger, failures_of
 
     console = common.console(as_json)
     rule = Accept.parse(passing)
@@ -100,14 +101,15 @@ def evaluate(
     )
     made.write(folder)
     compared = report.compare(earlier, made) if earlier is not None else None
-    told: dict[str, Any] = {"out": str(folder), **report.figures(made)}
+    failures = failures_of(found)
+    told: dict[str, Any] = {"out": str(folder), **report.figures(made), "failures": failures.as_json()}
     if compared is not None:
         told["compared"] = compared.as_json()
     if as_json:
         print(json.dumps(told))
     else:
         _show(made, compared, folder, console)
-    raise typer.Exit(1 if told["all"]["failed"] else 0)
+    common.exit_on_failures(failures, max_failed)
 
 
 def _show(made: report.Evaluation, compared: report.Comparison | None, folder: Path, console: Console) -> None:

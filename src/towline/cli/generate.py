@@ -36,6 +36,7 @@ def generate(
         Duplicates,
         typer.Option(help="A session is a duplicate if the same tokens were sampled, if all is the same, or never."),
     ] = Duplicates.TRAINED,
+    max_failed: common.MaxFailed = 0.0,
     option: work.Option = None,
     sandbox: work.Sandbox = None,
     concurrency: work.Concurrency = None,
@@ -56,7 +57,7 @@ def generate(
     `--accept`, `--format` or `--duplicates` over a finished folder writes the dataset anew without running anything.
     """
     from towline import resuming
-    from towline.ledger import Ledger
+    from towline.ledger import Ledger, failures_of
 
     console, out = common.console(as_json), out.absolute()
     rule = Accept.parse(accept)
@@ -85,13 +86,15 @@ def generate(
         with common.reporting(console, "writing") as report:
             written = write(ledger, loaded, rule, formats=chosen, duplicates=duplicates, told=report)
         used = {**recipe, "harness": harness, "accept": rule.text, "duplicates": duplicates.value, "tasks": tasks}
+        failures = failures_of(ledger.of(loaded))
         told = card.figures(written, attempts=ledger.attempts(), hours=ledger.hours(), recipe=used)
+    told["failures"] = failures.as_json()
     card.write(out, told, chosen)
     if as_json:
         print(json.dumps({"out": str(out), **told}))
     else:
         _show(told, out, console)
-    raise typer.Exit(1 if told["failed"] else 0)
+    common.exit_on_failures(failures, max_failed)
 
 
 def _show(told: dict[str, Any], out: Path, console: Console) -> None:

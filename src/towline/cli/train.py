@@ -52,6 +52,7 @@ def train(
     ahead: Annotated[int, typer.Option(help="Updates' worth of groups under way besides the next.", min=0)] = 1,
     synchronous: Annotated[bool, typer.Option("--synchronous", help="Roll out only between updates.")] = False,
     max_staleness: Annotated[int, typer.Option(help="Oldest group that is used, in versions.", min=0)] = 4,
+    max_failed: common.MaxFailed = 0.5,
     permute: Annotated[bool, typer.Option("--permute", help="A control: shuffle rewards within each group.")] = False,
     sandbox: Annotated[SandboxKind | None, typer.Option(help="Where tasks run that do not say.")] = None,
     concurrency: Annotated[int, typer.Option(help="Sessions that run at the same time.", min=1)] = 16,
@@ -107,6 +108,7 @@ def train(
             ahead=ahead,
             synchronous=synchronous,
             max_staleness=max_staleness,
+            max_failed=max_failed,
             permute=permute,
             seed=seed,
         )
@@ -115,7 +117,9 @@ def train(
         shown = stack.enter_context(LiveView(console, steps))
         shown.attach(whole)
         whole.run()
-    _conclude(out, whole.as_json(), console, as_json)
+    failures = whole.trainer.failures
+    _conclude(out, {**whole.as_json(), "failures": failures.as_json()}, console, as_json)
+    common.exit_on_failures(failures, max_failed)
 
 
 def _tasks(

@@ -16,6 +16,7 @@ from towline.schema.base import (
 )
 from towline.schema.entities import Reward, Session, Step, Task, Timeouts, TransitionError
 from towline.schema.environment import Environment, File, Network, Resources, SandboxKind
+from towline.schema.failures import FailureTally
 from towline.schema.service import (
     Accepted,
     Ack,
@@ -66,6 +67,7 @@ __all__ = [
     "Environment",
     "Event",
     "FailureReason",
+    "FailureTally",
     "FidelityReport",
     "File",
     "Float32Array",

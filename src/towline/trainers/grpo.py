@@ -24,15 +24,21 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from towline.client import Client
+from towline.client import Client, Delivered
 from towline.crashpoints import crash_point
 from towline.errors import TowlineError
-from towline.schema import Reward, Stale, Task, Trajectory, Unit
+from towline.schema import FailureTally, Reward, SessionState, Stale, Task, Trajectory, Unit
 from towline.trainers.advantages import turn_rewards
 from towline.trainers.learner import Learner, Update
 
+_EVIDENCE = 16
+"""Fewest sessions that have to end before the share of failed ones can end a run."""
 _PATIENCE = 4
 """Fewest groups in a row that have to fail before a run gives up."""
+
+
+class TooManyFailed(TowlineError):
+    """Infrastructure failed a larger share of the run's sessions than it accepts."""
 
 
 class NothingToLearn(TowlineError):
@@ -57,6 +63,8 @@ class GrpoSettings:
     max_staleness: int | None = 4
     lease: float = 600.0
     """Seconds that an update may take before its results are handed out again."""
+    max_failed: float = 1.0
+    """Largest share of sessions that infrastructure may fail, checked once an update's worth of groups has ended."""
     permute: bool = False
     """A control: rewards are shuffled within each group, so that there is nothing to learn."""
     seed: int = 0
@@ -118,6 +126,8 @@ class Grpo:
     dropped: int = 0
     incomplete: int = 0
     sessions: int = 0
+    failures: FailureTally = field(default_factory=FailureTally)
+    """Of the sessions that this process has seen the end of."""
     _used: set[str] = field(default_factory=set)
     _failed: list[str] = field(default_factory=list)
     """Tasks whose groups are incomplete, since the last that was not."""
@@ -217,6 +227,7 @@ class Grpo:
                     self.client.ack(settings.run, [delivered.result_id])
                     continue
                 used.append(delivered.result_id)
+                self._tally(delivered)
                 if not delivered.sessions:
                     self.incomplete += 1
                     self._failed.append(delivered.task_id)
@@ -231,8 +242,27 @@ class Grpo:
                 self.doing(f"waiting for sessions: {len(groups)} of {settings.groups} groups are there")
             if len(self._failed) >= max(_PATIENCE, 2 * settings.groups):
                 self._give_up(passed)
+            self._check_failures(passed)
             self._submit()
         return groups, used
+
+    def _tally(self, delivered: Delivered) -> None:
+        """Count a group's sessions; those that it lacks are asked for."""
+        found = len(delivered.sessions)
+        self.failures.add_ended(found)
+        number = int(delivered.task_id.rpartition("/")[2])
+        if found < self.tasks(number).num_samples:
+            for session in self.client.task(delivered.task_id).sessions:
+                if session.state is SessionState.FAILED:
+                    self.failures.add_failed(session.failure, session.error)
+
+    def _check_failures(self, passed: Sequence[str]) -> None:
+        """End the run if infrastructure failed too many sessions. Few sessions are no evidence."""
+        most = self.settings.max_failed
+        if self.failures.sessions >= _EVIDENCE and self.failures.exceeds(most):
+            self._checkpoint(passed)
+            self.client.ack(self.settings.run, passed)
+            raise TooManyFailed(self.failures.message(most))
 
     def _give_up(self, passed: Sequence[str]) -> NoReturn:
         """Say why groups fail. Those are done with, so that a run that is taken up again does not begin with them."""

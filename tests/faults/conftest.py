@@ -1,0 +1,14 @@
+"""The tiny model that every faulty engine serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from towline import tiny
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.create(tmp_path_factory.mktemp("models") / "tiny", steps=2)
