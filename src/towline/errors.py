@@ -11,6 +11,9 @@ from enum import StrEnum
 class TowlineError(Exception):
     """Base of every error that Towline raises on purpose."""
 
+    failure = "internal"
+    """The `FailureReason` of a session that fails on it."""
+
 
 class ErrorKind(StrEnum):
     """What went wrong with a call, in neutral words; each dialect maps it to its own status and code."""
@@ -77,9 +80,13 @@ class BadRequest(ApiError):
 class ConfigError(TowlineError):
     """A setting, file or folder that cannot be used, with what to do about it."""
 
+    failure = "config"
+
 
 class EngineError(TowlineError):
     """The engine failed or broke its contract."""
+
+    failure = "engine"
 
 
 class FidelityError(TowlineError):

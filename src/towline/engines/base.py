@@ -36,6 +36,7 @@ __all__ = [
     "Load",
     "Loaded",
     "PauseMode",
+    "Probed",
     "Sample",
     "SampleRequest",
     "Seeing",
@@ -202,6 +203,15 @@ class Watched(Protocol):
 
     async def healthy(self) -> bool:
         """Whether it answers; cheap, and never raises."""
+        ...
+
+
+@runtime_checkable
+class Probed(Protocol):
+    """An engine with a probe of its own; any other is probed by sampling one token."""
+
+    async def probe(self) -> None:
+        """Raise `EngineError` with what is wrong if the engine cannot be used."""
         ...
 
 

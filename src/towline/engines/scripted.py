@@ -68,6 +68,9 @@ class ScriptedEngine:
     async def start(self) -> None:
         return None
 
+    async def probe(self) -> None:
+        """Nothing to find out, and no reply of the script is used up."""
+
     async def sample(self, request: SampleRequest) -> Sample:
         await self._running.wait()
         self.requests.append(request)

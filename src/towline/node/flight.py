@@ -26,6 +26,8 @@ class Cancelled(TowlineError):
 class StageTimeout(TowlineError):
     """A stage that is not the harness's own took longer than its budget."""
 
+    failure = "stage_timeout"
+
 
 @dataclass
 class Flight:

@@ -23,6 +23,8 @@ _SAID = 2000
 class FurnishError(TowlineError):
     """The environment cannot be set up as the task says: the task's own fault, with what its command printed."""
 
+    failure = "setup"
+
 
 async def furnish(sandbox: Sandbox, environment: Environment | Step, log: Path | None = None) -> None:
     """Put the files of an environment, or those that come with a step, into the sandbox and run its set-up."""

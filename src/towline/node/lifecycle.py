@@ -44,6 +44,8 @@ _FOLLOWED = (EndReason.EXITED, EndReason.ERROR, EndReason.TIMEOUT)
 class NothingCaptured(TowlineError):
     """The harness ended without a model call that the gateway saw."""
 
+    failure = "harness"
+
 
 @dataclass(slots=True)
 class Lifecycle:

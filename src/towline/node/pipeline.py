@@ -14,20 +14,33 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from towline.config import NodeSettings
 from towline.errors import ConfigError, TowlineError
 from towline.gateway.gateway import Gateway
 from towline.gateway.server import Running
+from towline.node.breakers import ENGINE_FAILURES, SANDBOX_FAILURES, Breaker, Breakers
 from towline.node.flight import Cancelled, Flight
 from towline.node.furnish import FurnishError
 from towline.node.lifecycle import Lifecycle, NothingCaptured
 from towline.node.preparing import InstallsLike, Prepared, Preparer
+from towline.node.probing import probe_engine, probe_sandbox
 from towline.node.runtimes import Runtimes
 from towline.node.slots import Slots
 from towline.sandboxes.base import Unsupported
-from towline.schema import EndReason, Reward, RewardStatus, Session, SessionState, Task, Trajectory
+from towline.schema import (
+    BreakerStatus,
+    EndReason,
+    Reward,
+    RewardStatus,
+    SandboxKind,
+    Session,
+    SessionState,
+    Task,
+    Trajectory,
+)
 
 log = logging.getLogger("towline.node")
 _HOPELESS = (ConfigError, FurnishError, NothingCaptured, Unsupported)
@@ -43,6 +56,8 @@ class Finished:
     logs: Path
     hopeless: bool = False
     """It failed for a reason that trying again does not change."""
+    blameless: bool = False
+    """It failed in an outage of an engine or a sandbox runtime: trying again uses up no attempt."""
 
     @property
     def usable(self) -> bool:
@@ -82,6 +97,10 @@ class Node:
         self.preparer = Preparer(settings, self.runtimes, installs)
         self.lifecycle = Lifecycle(gateway, running, settings)
         self.changed = changed or (lambda session: None)
+        self._breakers = Breakers()
+        for lane in gateway.lanes:
+            self._breakers.add(f"engine:{lane.name}", partial(probe_engine, lane), ENGINE_FAILURES)
+        self._sandbox_breaker(settings.sandbox)
         self.flights: dict[str, Flight] = {}
         self._tasks: set[asyncio.Task[Finished]] = set()
         self._init = Slots(settings.init_workers)
@@ -96,7 +115,39 @@ class Node:
         for flight in list(self.flights.values()):
             flight.cancelled.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._breakers.close()
         await self.runtimes.close()
+
+    # Circuit breakers
+
+    @property
+    def breakers(self) -> list[BreakerStatus]:
+        """Of every engine, and of every sandbox runtime that was asked for."""
+        return self._breakers.statuses
+
+    @property
+    def on_breaker(self) -> Callable[[BreakerStatus], None]:
+        """Told of every change of a breaker."""
+        return self._breakers.on_breaker
+
+    @on_breaker.setter
+    def on_breaker(self, tell: Callable[[BreakerStatus], None]) -> None:
+        self._breakers.on_breaker = tell
+
+    async def breaker_changed(self) -> BreakerStatus:
+        """Wait for the next change of a breaker."""
+        return await self._breakers.changed()
+
+    async def probe(self) -> list[str]:
+        """Use every engine and the default sandbox once; one line per problem, and the breaker of each is opened."""
+        breakers = [self._breakers[f"engine:{lane.name}"] for lane in self.gateway.lanes]
+        breakers.append(self._sandbox_breaker(self.settings.sandbox))
+        found = await asyncio.gather(*(breaker.check() for breaker in breakers))
+        return [f"{breaker.component}: {problem}" for breaker, problem in zip(breakers, found, strict=True) if problem]
+
+    def _sandbox_breaker(self, kind: SandboxKind) -> Breaker:
+        probe = partial(probe_sandbox, self.runtimes, kind, self.settings)
+        return self._breakers.add(f"sandbox:{kind.value}", probe, SANDBOX_FAILURES)
 
     # Groups
 

@@ -37,6 +37,8 @@ _LINGER = 1.0
 class SandboxError(TowlineError):
     """A sandbox that cannot be made or used: an infrastructure failure, never the harness's."""
 
+    failure = "sandbox"
+
 
 class Unsupported(SandboxError):
     """The runtime cannot enforce or do what the spec asks; it says so rather than do less."""

@@ -1,0 +1,104 @@
+"""Circuit breakers by themselves: when they open, how they close, and which failures an outage covers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from towline.errors import EngineError
+from towline.node.breakers import Backoff, Breaker, Breakers
+from towline.schema import BreakerStatus
+
+QUICK = Backoff(first=0.01, longest=0.02, probe=5.0)
+
+
+class Component:
+    """Fails its probe until it is back."""
+
+    def __init__(self, back: bool = False) -> None:
+        self.back = back
+        self.probes = 0
+        self.third = asyncio.Event()
+
+    async def probe(self) -> None:
+        self.probes += 1
+        if self.probes == 3:
+            self.third.set()
+        if not self.back:
+            raise EngineError("connection refused")
+
+
+def made(component: Component, failures: int = 3) -> tuple[Breakers, Breaker, list[BreakerStatus]]:
+    breakers = Breakers(QUICK)
+    told: list[BreakerStatus] = []
+    breakers.on_breaker = told.append
+    return breakers, breakers.add("engine:policy", component.probe, failures), told
+
+
+async def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
+    component = Component(back=True)
+    breakers, breaker, told = made(component)
+    for _ in range(4):
+        breaker.failed("500")
+        breaker.failed("500")
+        breaker.succeeded()
+    assert not breaker.open
+    assert told == []
+    for _ in range(3):
+        breaker.failed("answered 500: out of memory")
+    assert breaker.open
+    assert told[0].component == "engine:policy"
+    assert told[0].open
+    assert told[0].reason == "answered 500: out of memory"
+    assert told[0].opened == 1
+    await asyncio.wait_for(breaker.wait(), 20)
+    assert [status.open for status in told] == [True, False]
+    await breakers.close()
+
+
+async def test_it_closes_when_a_probe_succeeds_and_tells_what_the_component_last_answered() -> None:
+    component = Component()
+    breakers, breaker, _ = made(component)
+    change = asyncio.ensure_future(breakers.changed())
+    await asyncio.sleep(0)
+    breaker.failed("reset by peer", unreachable=True)
+    assert (await change).open
+    await asyncio.wait_for(component.third.wait(), 20)
+    assert breaker.open
+    assert breakers.statuses[0].reason == "connection refused"
+    component.back = True
+    await asyncio.wait_for(breaker.wait(), 20)
+    assert not breakers.statuses[0].open
+    await breakers.close()
+
+
+async def test_an_outage_begins_with_its_first_failure_and_needs_a_failed_probe() -> None:
+    component = Component(back=True)
+    breakers, breaker, _ = made(component)
+    breaker.failed("reset by peer", unreachable=True)
+    at = time.monotonic()
+    assert not await breaker.outage_at(at), "the probe succeeds: a blip, and no outage"
+    before = time.monotonic()
+    await asyncio.sleep(0.01)
+    component.back = False
+    for _ in range(2):
+        breaker.failed("500")
+    early = time.monotonic()
+    breaker.failed("500")
+    assert await breaker.outage_at(early), "the failures that led to the opening are part of it"
+    assert not await breaker.outage_at(before)
+    component.back = True
+    await asyncio.wait_for(breaker.wait(), 20)
+    assert await breaker.outage_at(early)
+    await asyncio.sleep(0.01)
+    assert not await breaker.outage_at(time.monotonic())
+    await breakers.close()
+
+
+async def test_work_that_succeeds_closes_it_too() -> None:
+    breakers, breaker, told = made(Component())
+    breaker.failed("500", unreachable=True)
+    breaker.succeeded()
+    assert not breaker.open
+    assert [status.open for status in told] == [True, False]
+    await breakers.close()
