@@ -128,7 +128,15 @@ def turn(index: int, parent: Turn | None, suffix: list[int], sampled: list[int],
 def example() -> Trajectory:
     """Two turns, a branch from the first, a side call, a discarded turn: every kind of ownership."""
     first = turn(
-        0, None, [1, 2, 3], [10, 11], tools_key="k", requested={"temperature": 0.2}, overridden=["temperature"]
+        0,
+        None,
+        [1, 2, 3],
+        [10, 11],
+        tools_key="k",
+        requested={"temperature": 0.2},
+        overridden=["temperature"],
+        temperature=0.3,
+        top_k=5,
     )
     second = turn(1, first, [4], [12, 13, 14], messages=[{"role": "tool", "text": "ok"}], reply={"text": "done"})
     branch = turn(2, first, [5, 6], [15], reason=ForkReason.HISTORY_EDITED, origin="t1", origin_inferred=True)
@@ -172,6 +180,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
                 messages=draw(st.lists(free, max_size=3)),
                 reply=draw(free),
                 flags=draw(st.lists(st.text(max_size=4), max_size=2)),
+                temperature=draw(st.sampled_from([1.0, 0.0, 0.3, 0.7])),
+                top_p=draw(st.sampled_from([1.0, 0.9])),
             )
         )
     reward = draw(
@@ -206,6 +216,38 @@ def test_json_and_arrow_give_back_the_same_trajectory(trajectory: Trajectory) ->
     for one in trajectory.traces:
         leaf = next(t for t in trajectory.turns if t.index == one.turn_ids[-1])
         assert [*trajectory.prompt(leaf.id), *leaf.sampled] == one.token_ids.tolist()
+        by_index = {t.index: t for t in trajectory.turns}
+        sampled_at = [1.0 if i < 0 else by_index[int(i)].temperature for i in one.turn_ids]
+        assert one.temperatures.tolist() == np.array(sampled_at, np.float32).tolist()
+        assert {each.turn: each.top_p for each in one.sampling} == {
+            int(i): by_index[int(i)].top_p for i in one.turn_ids if i >= 0
+        }
+
+
+def test_rows_from_before_settings_were_kept_per_token_still_open() -> None:
+    whole = example()
+    data = json.loads(whole.to_json())
+    for one in data["traces"]:
+        without_sampling(one)
+    # The turns know better than the row's single setting.
+    assert Trajectory.from_json(orjson.dumps(data)) == whole
+    assert [each.truncated for each in whole.traces[3].sampling] == [True, False, False]
+    # So they do in an Arrow file whose rows lack the columns.
+    table = whole.to_arrow()
+    rows = table.column("traces").chunk(0)
+    names = [f.name for f in rows.type.value_type if f.name not in ("temperatures", "sampling")]
+    columns = [rows.values.field(name) for name in names]
+    old = pa.ListArray.from_arrays(rows.offsets, pa.StructArray.from_arrays(columns, names))
+    table = table.set_column(table.column_names.index("traces"), "traces", old)
+    assert Trajectory.from_arrow(table) == whole
+    # Rows alone have their own setting and nothing else.
+    flat = traces_table(whole.traces).drop_columns(["temperatures", "sampling"])
+    for one, back in zip(whole.traces, traces_from_table(flat), strict=True):
+        assert back.temperatures.tolist() == [1.0] * len(one.token_ids)  # the last turn's
+    cold = traces_table([Trace(**whole.traces[3].__dict__ | {"temperature": 0.5, "temperatures": [], "sampling": []})])
+    (back,) = traces_from_table(cold.drop_columns(["temperatures", "sampling"]))
+    assert back.temperatures.tolist() == [0.5 if i >= 0 else 1.0 for i in back.turn_ids]
+    assert back.trained_temperatures == [0.5]
 
 
 def test_rewards_reach_the_rows_that_train_their_turns() -> None:
@@ -247,8 +289,14 @@ def drop_row(data: dict[str, Any]) -> None:
     data["traces"][1]["parent_trace"] = None
 
 
+def without_sampling(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as records had it before settings were kept per token and per turn."""
+    del row["temperatures"], row["sampling"]
+    return row
+
+
 def end_with_context(data: dict[str, Any]) -> None:
-    row = data["traces"][3]
+    row = without_sampling(data["traces"][3])
     for name, value in {"token_ids": 8, "loss_mask": 0, "logprobs": 0, "policy_versions": -1, "turn_ids": -1}.items():
         row[name].append(value)
 
@@ -256,7 +304,7 @@ def end_with_context(data: dict[str, Any]) -> None:
 def borrow(data: dict[str, Any], trained: int) -> None:
     """Put what t3 sampled into the suffix of t5, under t3's name."""
     data["turns"][5]["suffix"] = [16]
-    row = data["traces"][3]
+    row = without_sampling(data["traces"][3])
     position = data["turns"][5]["prompt_length"] - 1
     changes = {"token_ids": 16, "loss_mask": trained, "policy_versions": 3, "turn_ids": 3}
     changes["logprobs"] = data["turns"][3]["logprobs"][0]
@@ -277,13 +325,14 @@ def borrow_in_part(data: dict[str, Any]) -> None:
 
 def repeat_last_token(data: dict[str, Any]) -> None:
     """In the row of the discarded turn, where nothing is trained that ownership could stumble over."""
+    row = without_sampling(data["traces"][2])
     for name in ("token_ids", "loss_mask", "logprobs", "policy_versions", "turn_ids"):
-        data["traces"][2][name].append(data["traces"][2][name][-1])
+        row[name].append(row[name][-1])
 
 
 def credit_another_turn(data: dict[str, Any]) -> None:
     """Name t0 as the one that sampled t1's tokens, again where nothing is trained."""
-    data["traces"][2]["turn_ids"][6:9] = [0, 0, 0]
+    without_sampling(data["traces"][2])["turn_ids"][6:9] = [0, 0, 0]
 
 
 def steal_turn(data: dict[str, Any]) -> None:
@@ -322,6 +371,12 @@ VIOLATIONS: dict[str, Change] = {
     "t5-row differs from what turn 3 sampled": borrow_in_part,
     "t4-row has not the length of the path to turn t4": repeat_last_token,
     "t4-row differs from what turn t1 sampled": credit_another_turn,
+    # sampling
+    "t5-row: token 3 has temperature 0.5, and its turn was sampled at 0.3": at("traces", 3, "temperatures", 3, to=0.5),
+    "t5-row: token 0 has temperature 0.3, and its turn was sampled at 1": at("traces", 3, "temperatures", 0, to=0.3),
+    "t5-row: its sampling settings are not those of its turns": at("traces", 3, "sampling", 0, "top_p", to=0.5),
+    "temperatures has 0 entries for": at("traces", 3, "temperatures", to=[]),
+    "temperatures must be finite and not negative": at("traces", 3, "temperatures", 3, to=-1),
     # the session
     "a session that is done needs an end_reason": at("end_reason", to=None),
     "a failed session needs an error": at("state", to="failed"),
@@ -476,6 +531,7 @@ def test_the_flat_table_is_what_trainers_read(tmp_path: Path) -> None:
         "turn_rewards": pa.map_(pa.string(), pa.float64()),
         "temperature": pa.float64(),
         "top_p": pa.float64(),
+        "temperatures": pa.list_(pa.float32()),
         "finish_reason": pa.string(),
     }.items():
         assert table.schema.field(name).type == kind

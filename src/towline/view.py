@@ -234,6 +234,13 @@ def _turn_label(turn: Turn, numbers: dict[str, int], *, detached: bool) -> Text:
         low, high = int(turn.versions.min()), int(turn.versions.max())
         add(f"v{low}" if low == high else f"v{low}-{high}")
         add(f"logp {float(turn.logprobs.mean(dtype=np.float64)):.3f}")
+    for name, value, default in (
+        ("temperature", turn.temperature, 1.0),
+        ("top-p", turn.top_p, 1.0),
+        ("top-k", turn.top_k, 0),
+    ):
+        if value != default:
+            add(f"{name} {value:g}")
     if turn.forced_close:
         add("forced close", "not bold yellow")
     if not turn.delivered:
@@ -261,6 +268,8 @@ def trace_view(trace: Trace, decode: Decode | None = None, *, full: bool = False
         f"reward {'none' if trace.reward is None else format(trace.reward, 'g')}",
         f"finish {trace.finish_reason or '-'}",
     ]
+    if trace.trained_temperatures not in ([], [1.0]):
+        facts.append(f"temperature {', '.join(f'{value:g}' for value in trace.trained_temperatures)}")
     if trace.fork_reason:
         facts.append(f"fork {trace.fork_reason}")
     if trace.parent_trace:
@@ -270,6 +279,7 @@ def trace_view(trace: Trace, decode: Decode | None = None, *, full: bool = False
     title = Text(f"row {visible(trace.trace_id)} · {trace.role}", "bold")
     grid = _grid()
     stretches = list(_stretches(trace))
+    mixed = len({one.temperature for one in trace.sampling}) > 1
     hidden = [] if full or len(stretches) <= 2 * SHOWN_STRETCHES + 1 else stretches[SHOWN_STRETCHES:-SHOWN_STRETCHES]
     for place, (turn, trained, start, end) in enumerate(stretches):
         if hidden and place == SHOWN_STRETCHES:
@@ -278,6 +288,8 @@ def trace_view(trace: Trace, decode: Decode | None = None, *, full: bool = False
         if hidden and SHOWN_STRETCHES <= place < len(stretches) - SHOWN_STRETCHES:
             continue
         label = "prompt" if turn < 0 else f"#{turn} trained" if trained else f"#{turn} masked"
+        if turn >= 0 and mixed:
+            label += f" at {trace.temperatures[start]:g}"
         style = CONTEXT if turn < 0 else "green" if trained else MASKED
         ids, logprobs = trace.token_ids[start:end], trace.logprobs[start:end]
         shade = logprobs if trained else None

@@ -58,6 +58,10 @@ def test_groups_without_a_gradient_give_nothing_and_are_counted() -> None:
 
 def test_sessions_of_another_temperature_are_refused() -> None:
     hot = trajectory("a", 1.0)
-    hot = hot.model_copy(update={"traces": [hot.traces[0].model_copy(update={"temperature": 0.7})]})
-    with pytest.raises(ConfigError, match=r"sampled at temperature 0\.7 .* at 1"):
-        datums(by_group([hot, trajectory("b", 0.0)]))
+    for temperatures, message in (
+        ([0.7] * 7, r"sampled at temperature 0\.7 .* at 1"),
+        ([1.0] * 6 + [0.7], r"different temperatures \(0\.7, 1\)"),
+    ):
+        trace = hot.traces[0].model_copy(update={"temperatures": np.array(temperatures, np.float32)})
+        with pytest.raises(ConfigError, match=message):
+            datums(by_group([hot.model_copy(update={"traces": [trace]}), trajectory("b", 0.0)]))

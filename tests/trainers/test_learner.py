@@ -154,9 +154,9 @@ def test_the_loss_is_what_its_formula_says(folder: Path) -> None:
 
 def test_logprobs_are_those_of_the_temperature_that_was_sampled_with(folder: Path) -> None:
     learner, batch = one_batch(folder)
-    batch.temperatures = torch.tensor([0.5, 2.0])
+    batch.temperatures = torch.linspace(0.5, 2.0, batch.targets.numel()).reshape(batch.targets.shape)
     found, _ = token_logprobs(learner.model, batch)
-    logits = learner.model(batch.inputs) / batch.temperatures[:, None, None]
+    logits = learner.model(batch.inputs) / batch.temperatures[:, :, None]
     full = torch.log_softmax(logits, -1).gather(2, batch.targets[:, :, None])[:, :, 0]
     assert torch.allclose(found, full[batch.mask.bool()], atol=1e-5)
 

@@ -9,7 +9,7 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from towline.schema import Result, SessionResult, Trace, Trajectory
+from towline.schema import Result, SessionResult, Trace, Trajectory, TurnSampling
 
 
 class Row(TypedDict):
@@ -28,7 +28,13 @@ class Row(TypedDict):
     """`None` while there is no score: never to be read as 0."""
     turn_rewards: dict[str, float]
     temperature: float
+    """The last turn's, as `top_p` and `top_k` are."""
     top_p: float
+    top_k: int
+    temperatures: npt.NDArray[np.float32]
+    """What each token was sampled at: 1 for context, 0 for a greedy turn, whose logprobs are those of temperature 1."""
+    sampling: list[TurnSampling]
+    """The settings of each turn with a token in the row."""
     finish_reason: str
     truncated: bool
 
@@ -87,6 +93,9 @@ def row_of(trace: Trace) -> Row:
         turn_rewards=dict(trace.turn_rewards),
         temperature=trace.temperature,
         top_p=trace.top_p,
+        top_k=trace.top_k,
+        temperatures=trace.temperatures,
+        sampling=list(trace.sampling),
         finish_reason=trace.finish_reason,
         truncated=trace.truncated,
     )

@@ -58,6 +58,9 @@ SCHEMA = pa.schema(
         ("truncated", pa.bool_()),
         ("temperature", pa.float64()),
         ("top_p", pa.float64()),
+        ("top_k", pa.int64()),
+        ("temperatures", pa.list_(pa.float32())),  # per token: 1 for context, 0 for a greedy turn
+        ("sampling", pa.string()),  # per turn
         ("metadata", pa.string()),
     ]
 )
@@ -99,6 +102,9 @@ def _row(trajectory: Trajectory, trace: Trace, traces: int) -> dict[str, Any]:
         "truncated": trace.truncated,
         "temperature": trace.temperature,
         "top_p": trace.top_p,
+        "top_k": trace.top_k,
+        "temperatures": trace.temperatures,
+        "sampling": _json(trace.sampling),
         "metadata": _json(metadata),
     }
 

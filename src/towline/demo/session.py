@@ -138,7 +138,7 @@ def recompute(model: Path, trajectories: Sequence[Trajectory]) -> float:
     for trace in (trace for trajectory in trajectories for trace in trajectory.traces):
         ids = torch.from_numpy(np.array(trace.token_ids, np.int64))
         with torch.no_grad():
-            logits = decoder(ids[None])[0, :-1] / (trace.temperature or 1.0)
+            logits = decoder(ids[None])[0, :-1] / torch.tensor(trace.logit_divisors[1:, None])
             logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
         sampled = np.asarray(trace.turn_ids[1:] >= 0)
         worst = max(worst, float(np.abs(logprobs - trace.logprobs[1:])[sampled].max(initial=0.0)))

@@ -17,6 +17,7 @@ from towline.schema.base import (
 from towline.schema.entities import Reward, Session, Step, Task, Timeouts, TransitionError
 from towline.schema.environment import Environment, File, Network, Resources, SandboxKind
 from towline.schema.failures import FailureTally
+from towline.schema.sampling import TurnSampling
 from towline.schema.service import (
     Accepted,
     Ack,
@@ -102,6 +103,7 @@ __all__ = [
     "TransitionError",
     "Turn",
     "TurnRole",
+    "TurnSampling",
     "UInt8Array",
     "Unit",
     "Untrained",

@@ -6,15 +6,16 @@ are the evidence, the traces what a trainer reads, and a trajectory whose two si
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import Field, FiniteFloat, field_validator, model_validator
+from pydantic import Field, FiniteFloat, PrivateAttr, field_validator, model_validator
 
-from towline.schema import checks, columns, files
+from towline.schema import checks, columns, files, sampling
 from towline.schema.base import (
     SCHEMA_VERSION,
     Count,
@@ -28,6 +29,7 @@ from towline.schema.base import (
     check_version,
 )
 from towline.schema.entities import Reward, check_end
+from towline.schema.sampling import Temperature, TopP, TurnSampling
 from towline.schema.vocabulary import (
     POLICY,
     TRAINED_ROLES,
@@ -40,9 +42,6 @@ from towline.schema.vocabulary import (
     TurnRole,
     Untrained,
 )
-
-Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-TopP = Annotated[float, Field(gt=0, le=1)]
 
 
 class Image(Model):
@@ -154,8 +153,13 @@ class Trace(Model):
     turn_rewards: Scores = Field(default_factory=dict)
     """By turn id."""
     temperature: Temperature = 1.0
+    """The last turn's, as `top_p` and `top_k` are: a row may mix settings, and `temperatures` and `sampling` say how."""
     top_p: TopP = 1.0
     top_k: Count = 0
+    temperatures: Float32Array = Field(default_factory=lambda: np.empty(0, np.float32))
+    """What each token was sampled at: 1 for context, 0 for a greedy turn, whose logprobs are those of temperature 1."""
+    sampling: list[TurnSampling] = Field(default_factory=list)
+    """The settings of each turn with a token in the row, in the order of the turns."""
     finish_reason: str = ""
     """Why the last turn ended."""
     fork_reason: ForkReason | None = None
@@ -163,6 +167,8 @@ class Trace(Model):
     """The row stops before the model did: its last turn was cut short, or the session was."""
     images: list[Image] = Field(default_factory=list)
     """The images among the tokens, in order."""
+    _sampling_assumed: bool = PrivateAttr(default=False)
+    """Whether the settings per token and turn were not given, and are taken from the row's own."""
 
     @model_validator(mode="after")
     def _arrays_agree(self) -> Self:
@@ -189,7 +195,30 @@ class Trace(Model):
         for image in self.images:
             if not context[image.start : image.start + image.length].all() or image.start + image.length > lengths[0]:
                 raise ValueError(f"the image at token {image.start} does not stand in the row's context")
+        if not len(self.temperatures) and not self.sampling:
+            # A record from before rows had them, or a caller with one setting for all turns.
+            one = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            self._take_sampling({int(i): TurnSampling(turn=int(i), **one) for i in np.unique(self.turn_ids) if i >= 0})
+            self._sampling_assumed = True
+        if len(self.temperatures) != lengths[0]:
+            raise ValueError(f"temperatures has {len(self.temperatures)} entries for {lengths[0]} tokens")
+        if not np.isfinite(self.temperatures).all() or float(self.temperatures.min()) < 0:
+            raise ValueError("temperatures must be finite and not negative")
         return self
+
+    def _take_sampling(self, settings: Mapping[int, TurnSampling]) -> None:
+        self.temperatures, self.sampling = sampling.of_turns(self.turn_ids, settings)
+
+    @property
+    def trained_temperatures(self) -> list[float]:
+        """The temperatures of the trained tokens, each once, ascending: more than one if the row mixes them."""
+        values: list[float] = np.unique(self.temperatures[self.loss_mask == 1]).tolist()
+        return values
+
+    @property
+    def logit_divisors(self) -> npt.NDArray[np.float32]:
+        """What logits are divided by for the recorded logprob of each token: its temperature, 1 for a greedy one."""
+        return np.where(self.temperatures > 0, self.temperatures, np.float32(1))
 
     @property
     def trained_tokens(self) -> int:
@@ -299,9 +328,14 @@ class Trajectory(Model):
             raise ValueError("a session that is done without a trained token needs an error that says why")
         by_id = {turn.id: turn for turn in self.turns}
         by_index = {turn.index: turn for turn in self.turns}
-        if self.builder is BuilderName.EXACT:
-            for trace in self.traces:
+        settings = {turn.index: sampling.of_turn(turn) for turn in self.turns}
+        for trace in self.traces:
+            if trace._sampling_assumed:
+                trace._take_sampling(settings)
+                trace._sampling_assumed = False
+            if self.builder is BuilderName.EXACT:
                 checks.check_exact(trace, by_id, by_index)
+            sampling.check_sampling(trace, settings)
         for name in {*(self.reward.per_turn if self.reward else ()), *(n for t in self.traces for n in t.turn_rewards)}:
             if name not in by_id:
                 raise ValueError(f"a reward names a turn {name} that does not exist")

@@ -20,7 +20,8 @@ import numpy as np
 from towline.arrays import Ids
 from towline.conversation import Finish
 from towline.images import Placed
-from towline.schema import BuilderName, ForkReason, Image, Trace, TurnRole
+from towline.schema import BuilderName, ForkReason, Image, Trace, TurnRole, TurnSampling
+from towline.schema.sampling import of_turns
 from towline.tokens.graph import Graph, Node, check_buffer
 
 
@@ -192,6 +193,7 @@ def _own(
             continue
         source = fork.parent or fork.origin
         last = row.leaf
+        temperatures, sampling = of_turns(turn_ids, {node.index: sampling_of(node) for _, node in row.turns})
         traces.append(
             Trace(
                 trace_id=trace_id,
@@ -208,6 +210,8 @@ def _own(
                 temperature=last.meta.get("temperature", 1.0),
                 top_p=last.meta.get("top_p", 1.0),
                 top_k=last.meta.get("top_k", 0),
+                temperatures=temperatures,
+                sampling=sampling,
                 finish_reason=str(last.finish or ""),
                 fork_reason=fork.reason,
                 truncated=last.finish is Finish.LENGTH,
@@ -215,6 +219,12 @@ def _own(
             )
         )
     return traces
+
+
+def sampling_of(node: Node) -> TurnSampling:
+    """What a turn was sampled with."""
+    settings = {name: node.meta[name] for name in ("temperature", "top_p", "top_k") if name in node.meta}
+    return TurnSampling(turn=node.index, **settings)
 
 
 def distinct_tokens(rows: Sequence[Ids]) -> int:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from towline.client import AsyncClient
 from towline.trainers.advantages import Scale, group_advantages
 from towline.trainers.groups import Group, reward_of, run_group
-from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, one_row_each, split_rows
+from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, common_temperature, one_row_each, split_rows
 from towline.trainers.templates import TaskTemplate
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Episodes:
         if not rows:
             self.rejected += 1
             return None
+        common_temperature(rows)  # AReaL divides by its own, for all rows
         return padded(rows, rewards)
 
     def _rows(self, group: Group) -> tuple[list[SplitRow], Mapping[str, float]]:

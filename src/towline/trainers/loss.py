@@ -49,8 +49,7 @@ def token_logprobs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     chosen = batch.mask.bool()
     hidden = model.hidden(batch.inputs)[chosen]  # type: ignore[operator]
     logits = functional.linear(hidden, model.head)  # type: ignore[arg-type]
-    rows = chosen.nonzero()[:, 0]
-    logits = logits / batch.temperatures[rows, None]
+    logits = logits / batch.temperatures[chosen][:, None]
     full = functional.log_softmax(logits, -1)
     picked = full.gather(1, batch.targets[chosen][:, None])[:, 0]
     entropy = -(full.exp() * full).sum(-1)

@@ -9,6 +9,7 @@ are groups of calls, and whoever calls computes their advantages.
 |---|---|
 | the session was scored, on time or not | 200: the row, `response` with the tokens of every call, `reward`, `towline` |
 | the row makes no task; the session has several traces and `extra_traces` is `error` | 422 with the field at fault |
+| trained turns were sampled at another temperature than the row asks, or at several | 422 |
 | the session's machinery failed, or nobody scored it | 503, which NeMo RL tries again; never a reward of 0 |
 | the same, with `failures="mark"` | 200 with `_ng_failure_class`, which `gym eval run` keeps apart from the results |
 
@@ -38,7 +39,7 @@ from towline.schema import Problem, Task
 from towline.schema.files import dump_json
 from towline.trainers.groups import Group, reward_of, run_group
 from towline.trainers.nemo_gym_response import response_of
-from towline.trainers.packing import Dropped, ExtraTraces, ExtraTracesError, SplitRow, one_row
+from towline.trainers.packing import Dropped, ExtraTraces, ExtraTracesError, SplitRow, check_temperature, one_row
 from towline.trainers.templates import RowError, TaskTemplate
 
 Row = dict[str, Any]
@@ -88,6 +89,7 @@ class Agent:
         kept = one_row(session, self.extra_traces, self.dropped)
         if kept is None:
             raise ExtraTracesError(f"session {session.session_id}: none of its traces is of the main conversation")
+        check_temperature(kept, row[PARAMS].get("temperature"))
         return {**row, "response": response_of(kept, row[PARAMS]), "reward": reward_of(session), "towline": _told(kept)}
 
     def _failed(self, row: Row, group: Group) -> Row:
@@ -167,7 +169,8 @@ def make_app(
     app.post("/run", response_model=None)(run)
     app.post("/v1/responses", response_model=None)(responses)
     app.post("/aggregate_metrics")(aggregate_metrics)
-    for kind, status in ((RowError, 422), (InvalidRequest, 422), (ExtraTracesError, 422), (SessionFailed, 503)):
+    refused = (RowError, InvalidRequest, ExtraTracesError, ConfigError)
+    for kind, status in (*((kind, 422) for kind in refused), (SessionFailed, 503)):
         app.add_exception_handler(kind, _problem(status))
     app.add_exception_handler(ClientError, _problem(503))
     return app

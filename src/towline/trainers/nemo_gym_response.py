@@ -15,7 +15,7 @@ from typing import Any
 from towline.schema import Trajectory, Turn
 from towline.schema.checks import runs
 from towline.trainers.groups import cut_short
-from towline.trainers.packing import SplitRow
+from towline.trainers.packing import SplitRow, one_temperature
 
 Item = dict[str, Any]
 
@@ -35,7 +35,7 @@ def response_of(row: SplitRow, asked: Mapping[str, Any]) -> dict[str, Any]:
         "metadata": asked.get("metadata"),
         "output": items_of(row),
         "parallel_tool_calls": asked.get("parallel_tool_calls", True),
-        "temperature": row.trace.temperature,
+        "temperature": one_temperature(row),
         "top_p": row.trace.top_p,
         "tool_choice": "auto",
         "tools": _tools(trajectory, row),

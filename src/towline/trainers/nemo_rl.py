@@ -13,7 +13,7 @@ from typing import Any
 from towline.schema import Trajectory
 from towline.schema.checks import runs
 from towline.trainers.groups import cut_short, reward_of, why_not
-from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, by_group, grouped_rows
+from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, by_group, common_temperature, grouped_rows
 
 
 def message_log(row: SplitRow) -> list[dict[str, Any]]:
@@ -57,6 +57,8 @@ def rollout_batch(
 
     counted = [trajectory for trajectory in trajectories if why_not(trajectory) is None]
     rows = grouped_rows(by_group(counted), extra_traces, dropped if dropped is not None else Dropped())
+    if rows:
+        common_temperature(rows)  # NeMo RL divides by its own, for all rows
     return {
         "message_log": [message_log(row) for row in rows],
         "length": torch.tensor([len(row.trace.token_ids) for row in rows]),

@@ -162,13 +162,44 @@ def grouped_rows(
     return found
 
 
-def check_temperature(row: SplitRow, temperature: float) -> None:
-    """Refuse a row that was sampled from another distribution than the trainer computes logprobs of."""
-    if row.trace.temperature != temperature:
+def one_temperature(row: SplitRow) -> float:
+    """The temperature that all trained tokens of the row were sampled at, for trainers that take one per row."""
+    found = row.trace.trained_temperatures
+    if len(found) > 1:
+        listed = ", ".join(f"{value:g}" for value in found)
         raise ConfigError(
-            f"session {row.session_id} was sampled at temperature {row.trace.temperature:g} and the trainer computes "
+            f"session {row.session_id} has a row (trace {row.trace.trace_id}) whose turns were sampled at different "
+            f'temperatures ({listed}), and this trainer takes one per row: set sampling.mode = "fixed" for training, or '
+            f'builder = "per_turn", or use a trainer that takes one per token'
+        )
+    return found[0]
+
+
+def check_temperature(row: SplitRow, temperature: float | None) -> None:
+    """Refuse a row with a trained token of another distribution than the trainer computes logprobs of.
+
+    `None` where the trainer does not say its temperature: the row may still not mix several.
+    """
+    own = one_temperature(row)
+    if temperature is not None and own != np.float32(temperature):
+        raise ConfigError(
+            f"session {row.session_id} was sampled at temperature {own:g} and the trainer computes "
             f"logprobs at {temperature:g}: set the service's sampling and the trainer's to the same"
         )
+
+
+def common_temperature(rows: Sequence[SplitRow]) -> float:
+    """The temperature of all rows, for trainers that take one per batch and divide logits by it: never 0."""
+    own = one_temperature(rows[0])
+    for row in rows:
+        check_temperature(row, own)
+    if own == 0:
+        raise ConfigError(
+            f"session {rows[0].session_id} was sampled at temperature 0 (greedy): there is no distribution to learn from. "
+            "Set the service's sampling temperature above 0"
+        )
+    # As it was set, not as 32 bits hold it.
+    return next(one.temperature for one in rows[0].trace.sampling if np.float32(one.temperature) == np.float32(own))
 
 
 def by_group(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:

@@ -37,7 +37,7 @@ def _samples(trajectory: Trajectory, advantages: Advantages, env_name: str) -> l
                 "token_ids": trace.token_ids.tolist(),
                 "mask": trace.loss_mask.astype(bool).tolist(),
                 "logprobs": trace.logprobs.tolist(),
-                "temperatures": [trace.temperature] * len(trace.token_ids),
+                "temperatures": trace.logit_divisors.tolist(),
                 "env_name": env_name,
                 "advantages": values.tolist(),
                 "trace_id": trajectory.session_id,

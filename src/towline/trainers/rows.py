@@ -42,7 +42,7 @@ class Batch:
     advantages: Tensor
     versions: Tensor
     temperatures: Tensor
-    """One entry a row: what was sampled with."""
+    """What logits are divided by for the recorded logprob of each target."""
     weights: Tensor
     """What each trained token counts in the loss."""
 
@@ -85,8 +85,8 @@ def batches(rows: Sequence[Row], most_tokens: int, *, per: str = "token") -> Ite
 def _batch(rows: Sequence[Row], total: int, by_session: dict[str, int], per: str) -> Batch:
     length = max(row.tokens for row in rows) - 1
 
-    def padded(arrays: Sequence[np.ndarray], kind: type) -> Tensor:
-        out: np.ndarray = np.zeros((len(arrays), length), kind)
+    def padded(arrays: Sequence[np.ndarray], kind: type, fill: float = 0) -> Tensor:
+        out: np.ndarray = np.full((len(arrays), length), fill, kind)
         for place, array in enumerate(arrays):
             out[place, : len(array)] = array
         return torch.from_numpy(out)
@@ -100,6 +100,6 @@ def _batch(rows: Sequence[Row], total: int, by_session: dict[str, int], per: str
         logprobs=padded([row.trace.logprobs[1:] for row in rows], np.float32),
         advantages=padded([row.advantages[1:] for row in rows], np.float32),
         versions=padded([row.trace.policy_versions[1:] for row in rows], np.int64),
-        temperatures=torch.tensor([row.trace.temperature or 1.0 for row in rows]),
+        temperatures=padded([row.trace.logit_divisors[1:] for row in rows], np.float32, fill=1),
         weights=mask * torch.tensor(counts)[:, None],
     )

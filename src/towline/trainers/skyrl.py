@@ -24,7 +24,7 @@ from towline.client import AsyncClient
 from towline.errors import TowlineError
 from towline.schema import Trajectory
 from towline.trainers.groups import Group, cut_short, reward_of, run_group
-from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, one_row, split_rows
+from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, check_temperature, one_row, split_rows
 from towline.trainers.templates import TaskTemplate
 
 _SAMPLING = {
@@ -98,9 +98,11 @@ class TowlineGenerator:
         async with AsyncClient(self.url, self.key) as client:
             groups = await asyncio.gather(*(self._run(client, input_batch, places) for places in instances.values()))
         found: list[Place | None] = [None] * count
+        temperature = (input_batch.get("sampling_params") or {}).get("temperature")
         for places, group in zip(instances.values(), groups, strict=True):
-            for place, made in zip(places, self.places(group, [ids[n] if ids else None for n in places]), strict=True):
-                found[place] = made
+            made = self.places(group, [ids[n] if ids else None for n in places], temperature)
+            for place, one in zip(places, made, strict=True):
+                found[place] = one
         return self.output([place for place in found if place is not None], groups)
 
     async def _run(self, client: AsyncClient, batch: Mapping[str, Any], places: Sequence[int]) -> Group:
@@ -117,14 +119,19 @@ class TowlineGenerator:
         settings = task.settings | {"sampling": task.settings.get("sampling", {}) | sampling}
         return await run_group(client, task.model_copy(update={"settings": settings}))
 
-    def places(self, group: Group, trajectory_ids: Sequence[Any]) -> list[Place]:
-        """What each of a group's prompts got. Those without a session have the group's mean reward."""
+    def places(self, group: Group, trajectory_ids: Sequence[Any], temperature: float | None = None) -> list[Place]:
+        """What each of a group's prompts got. Those without a session have the group's mean reward.
+
+        Rows that were not sampled at the trainer's `temperature`, or at several, are refused.
+        """
         sessions = group.sessions if group.complete else []
         rewards = [reward_of(session) for session in sessions]
         mean = sum(rewards) / len(rewards) if rewards else 0.0
         made = [
             Place(name, self._rows(one), reward_of(one)) for name, one in zip(trajectory_ids, sessions, strict=False)
         ]
+        for row in (row for place in made for row in place.rows):
+            check_temperature(row, temperature)
         return made + [Place(name, [], mean) for name in trajectory_ids[len(made) :]]
 
     def _rows(self, session: Trajectory) -> list[SplitRow]:

@@ -25,7 +25,7 @@ from towline.client import AsyncClient
 from towline.errors import ConfigError
 from towline.schema import Trajectory
 from towline.trainers.groups import Group, cut_short, reward_of, run_group
-from towline.trainers.packing import SplitRow, split_rows
+from towline.trainers.packing import SplitRow, check_temperature, split_rows
 from towline.trainers.templates import TaskTemplate
 
 _DROPPED = 8
@@ -76,7 +76,7 @@ async def _collect(args: Any, data_source: Any) -> Batch:
                 if not group.complete:
                     batch.dropped += 1
                     continue
-                batch.groups.append(sample_group(samples, group.sessions))
+                batch.groups.append(sample_group(samples, group.sessions, args.rollout_temperature))
                 batch.sessions += len(group.sessions)
                 batch.traces += sum(len(split_rows(session)) for session in group.sessions)
             if batch.dropped > _DROPPED * args.rollout_batch_size:
@@ -99,11 +99,18 @@ async def _run(client: AsyncClient, template: TaskTemplate, args: Any, samples: 
     return await run_group(client, task.model_copy(update={"settings": settings}))
 
 
-def sample_group(samples: Sequence[Any], sessions: Sequence[Trajectory]) -> list[list[Any]]:
-    """The samples of each session of a group, made from those that the data source gave."""
+def sample_group(
+    samples: Sequence[Any], sessions: Sequence[Trajectory], temperature: float | None = None
+) -> list[list[Any]]:
+    """The samples of each session of a group, made from those that the data source gave.
+
+    `temperature` is what slime computes logprobs at, for all rows: another one is refused.
+    """
+    rows = [split_rows(session) for session in sessions]
+    for row in (row for own in rows for row in own):
+        check_temperature(row, temperature)
     # A group that is complete by `min_samples` has fewer sessions than were asked for.
-    paired = zip(samples, sessions, strict=False)
-    return [[_filled(sample, row) for row in split_rows(session)] for sample, session in paired]
+    return [[_filled(sample, row) for row in own] for sample, own in zip(samples, rows, strict=False)]
 
 
 def shaped(groups: list[list[list[Any]]]) -> list[list[Any]]:

@@ -28,7 +28,7 @@ from towline.errors import TowlineError
 from towline.schema import EndReason, Trajectory
 from towline.schema.checks import runs
 from towline.trainers.groups import reward_of, run_group
-from towline.trainers.packing import SplitRow, split_rows
+from towline.trainers.packing import SplitRow, check_temperature, split_rows
 from towline.trainers.templates import TaskTemplate
 
 Node = dict[str, Any]
@@ -36,10 +36,14 @@ _STOPS = {EndReason.LIMIT: "max_turns", EndReason.TIMEOUT: "agent_timeout", EndR
 _SAMPLING = ("temperature", "top_p", "max_tokens")
 
 
-def trace_fields(trajectory: Trajectory) -> dict[str, Any]:
-    """The fields of a `Trace` that a session gives; its task and agent are the environment's to say."""
+def trace_fields(trajectory: Trajectory, temperature: float | None = None) -> dict[str, Any]:
+    """The fields of a `Trace` that a session gives; its task and agent are the environment's to say.
+
+    A branch has one temperature: rows that mix several, or were not sampled at `temperature`, are refused.
+    """
     nodes: list[Node] = []
     for row in split_rows(trajectory):
+        check_temperature(row, temperature)
         nodes += _branch(row, len(nodes))
     reward = trajectory.reward
     return {
@@ -127,7 +131,9 @@ class Episodes:
             return episode
         for session in group.sessions:
             agent = traces.AgentInfo(config=self.config.agent)
-            trace = traces.Trace(task=about, agent=agent, **trace_fields(session))
+            trace = traces.Trace(
+                task=about, agent=agent, **trace_fields(session, getattr(ctx.sampling, "temperature", None))
+            )
             episode.traces.append(trace)
             if on_trace is not None:
                 on_trace(trace)

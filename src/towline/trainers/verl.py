@@ -17,7 +17,15 @@ from towline.client import AsyncClient
 from towline.errors import ConfigError, TowlineError
 from towline.schema import Trajectory
 from towline.trainers.groups import run_group
-from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, check_temperature, grouped_rows, one_row
+from towline.trainers.packing import (
+    Dropped,
+    ExtraTraces,
+    SplitRow,
+    check_temperature,
+    common_temperature,
+    grouped_rows,
+    one_row,
+)
 from towline.trainers.templates import TaskTemplate
 
 if TYPE_CHECKING:
@@ -49,8 +57,7 @@ def data_proto(
     rows = grouped_rows(groups, extra_traces, dropped)
     if not rows:
         raise ConfigError("none of the groups has two scored sessions: there is nothing for verl to compare")
-    for row in rows:
-        check_temperature(row, rows[0].trace.temperature)
+    temperature = common_temperature(rows)
     prompts_to = _fitting([row.start for row in rows], prompt_length, "prompt")
     responses_to = _fitting([len(row.trace.token_ids) - row.start for row in rows], response_length, "response")
 
@@ -86,7 +93,7 @@ def data_proto(
             "session_id": np.array([row.session_id for row in rows], dtype=object),
             "__num_turns__": np.array([row.num_turns for row in rows], dtype=np.int32),
         },
-        meta_info={"temperature": rows[0].trace.temperature},
+        meta_info={"temperature": temperature},
     )
 
 
@@ -141,7 +148,7 @@ class TowlineAgentLoop:
         for trajectory in group.sessions:
             found = one_row(trajectory, self.extra_traces, self.dropped)
             if found is not None:
-                check_temperature(found, float(sampling_params.get("temperature", found.trace.temperature)))
+                check_temperature(found, sampling_params.get("temperature"))
                 return agent_loop_output(found)
         reasons = "; ".join(group.left.values()) or "none of its turns is of the main conversation"
         raise SessionFailed(f"task {task.task_id} gave no session to learn from: {reasons}")
