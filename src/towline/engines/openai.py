@@ -24,10 +24,18 @@ import orjson
 from towline.arrays import Ids
 from towline.conversation import Finish, Message, Reply, Request, ToolCall
 from towline.engines.base import Capture, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.validation import check_sample, count, logprob, reading, token_ids
 from towline.errors import EngineError
 from towline.tokens.tokenizer import Tokenizer
 
-_FINISH = {"stop": Finish.STOP, "tool_calls": Finish.STOP, "function_call": Finish.STOP, "length": Finish.LENGTH}
+_FINISH = {
+    "stop": Finish.STOP,
+    "tool_calls": Finish.STOP,
+    "function_call": Finish.STOP,
+    "content_filter": Finish.STOP,
+    "length": Finish.LENGTH,
+    "abort": Finish.ABORT,
+}
 _NONE: Ids = np.empty(0, np.int32)
 _CONTEXT = 1_000_000
 """The server itself refuses what does not fit."""
@@ -75,7 +83,8 @@ class ChatServerEngine:
                 refusal = error
                 continue
             self._extra = extra
-            self._capture = _level(answer)
+            with reading(self._url, answer):
+                self._capture = _level(answer)
             return
         raise EngineError(f"{self._url} does not answer chat completions: {refusal}")
 
@@ -90,13 +99,11 @@ class ChatServerEngine:
                     raise EngineError(f"{url} answered {response.status}: {data[:300].decode('utf-8', 'replace')}")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"{url}: {error or type(error).__name__}") from error
-        try:
+        with reading(url, data):
             answer = orjson.loads(data)
             if not isinstance(answer["choices"][0]["message"], dict):
-                raise TypeError("no message")
-        except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
-            raise EngineError(f"{url} answered no chat completion: {error}") from error
-        return dict(answer)
+                raise TypeError("no chat completion")
+            return dict(answer)
 
     async def sample(self, request: SampleRequest) -> Sample:
         if request.request is None:
@@ -111,10 +118,12 @@ class ChatServerEngine:
             task.cancel()
             if not aborted:
                 raise
-            return Sample(_NONE, np.empty(0, np.float32), _NONE, Finish.ABORT, 0, prompt=_NONE)
+            return _aborted()
         finally:
             self._flying.pop(request.id, None)
-        return self._read(answer)
+        with reading(self._url, answer):
+            sample = self._read(answer)
+        return check_sample(sample, request, self.info.vocabulary)
 
     def _body(self, request: SampleRequest, asked: Request) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -137,21 +146,29 @@ class ChatServerEngine:
 
     def _read(self, answer: Mapping[str, Any]) -> Sample:
         choice = answer["choices"][0]
-        finish = _FINISH.get(str(choice.get("finish_reason")), Finish.STOP)
+        reason = choice.get("finish_reason")
+        if reason not in _FINISH:
+            raise ValueError(f"the finish reason {reason!r} is not one of {', '.join(_FINISH)}")
+        if (finish := _FINISH[reason]) is Finish.ABORT:
+            return _aborted()
         told = _logprobs(choice)
         ids, prompt, flags = _NONE, _NONE, ["rendered_elsewhere"]
         if self._capture is Capture.TOKENS:
-            ids = np.asarray(choice.get("token_ids") or [], np.int32)
-            prompt = np.asarray(answer.get("prompt_token_ids") or choice.get("prompt_token_ids") or [], np.int32)
+            size = self.info.vocabulary
+            ids = np.asarray(token_ids(choice.get("token_ids"), size), np.int32)
+            given = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            prompt = np.asarray(token_ids(given, size), np.int32)
+            if not len(ids) or not len(prompt):
+                raise ValueError(f"it holds {len(prompt)} prompt ids and {len(ids)} sampled ids")
         elif self._capture is Capture.LOGPROBS and self._tokenizer is not None:
             known = [self._tokenizer.id_of_text(token) for token, _ in told]
             if all(id is not None for id in known):
                 ids = np.asarray(known, np.int32)
                 flags.append("ids_from_text")
-        logprobs = np.asarray([logprob for _, logprob in told], np.float32)
+        logprobs = np.asarray([value for _, value in told], np.float32)
         if len(logprobs) != len(ids):
             if self._capture is Capture.TOKENS:
-                raise EngineError(f"the server told {len(ids)} ids and {len(logprobs)} logprobs")
+                raise ValueError(f"it holds {len(ids)} sampled ids and {len(logprobs)} logprobs")
             ids, logprobs = _NONE, np.empty(0, np.float32)
             flags.append("no_ids")
         return Sample(
@@ -198,6 +215,11 @@ class ChatServerEngine:
                 await self._http.close()
 
 
+def _aborted() -> Sample:
+    """A turn that is sampled anew: such a server cannot take half a reply."""
+    return Sample(_NONE, np.empty(0, np.float32), _NONE, Finish.ABORT, 0, prompt=_NONE)
+
+
 def _level(answer: Mapping[str, Any]) -> Capture:
     choice = answer["choices"][0]
     has_prompt = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
@@ -208,12 +230,12 @@ def _level(answer: Mapping[str, Any]) -> Capture:
 
 def _logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
     content = (choice.get("logprobs") or {}).get("content") or []
-    return [(str(token.get("token", "")), float(token.get("logprob", 0.0))) for token in content]
+    return [(str(token.get("token", "")), logprob(token.get("logprob"))) for token in content]
 
 
 def _cached(answer: Mapping[str, Any]) -> int:
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)
+    return count(details.get("cached_tokens") or 0, "cached_tokens")
 
 
 def message_json(message: Message) -> dict[str, Any]:
@@ -255,6 +277,15 @@ def _reply(message: Mapping[str, Any], finish: Finish) -> Reply:
             malformed.append(orjson.dumps(call).decode())
             continue
         calls.append(ToolCall(str(call.get("id") or ""), str(function["name"]), arguments))
-    text = "\n".join(part for part in [str(message.get("content") or ""), *malformed] if part)
+    text = "\n".join(part for part in [_text(message.get("content")), *malformed] if part)
     reasoning = message.get("reasoning_content") or message.get("reasoning") or None
     return Reply(text, str(reasoning) if reasoning else None, tuple(calls), finish, malformed=tuple(malformed))
+
+
+def _text(content: Any) -> str:
+    """The text of a message, which some servers split into parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):
+        return "".join(_text(part["text"]) for part in content if part["type"] == "text")
+    raise ValueError(f"the content of a message is neither text nor a list of parts: {content!r:.60}")

@@ -23,12 +23,15 @@ import orjson
 
 from towline.conversation import Finish
 from towline.engines.base import EngineGone, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.validation import BadAnswer, check_sample, quote
 from towline.errors import EngineError
 
 TRUNCATED = "truncated_sampling"
 _LOST = frozenset({502, 503, 504})
 """Statuses of a server that is going down, or of a proxy that has lost it."""
 _SHOWN = 400
+_FIELDS = (b":", b"event", b"id", b"retry")
+"""How the other lines of an event stream begin."""
 _LINE = 2**24
 """The longest line of a stream, in bytes."""
 
@@ -58,17 +61,18 @@ class Flight:
     """As the server counted them."""
     cached_tokens: int = 0
     stop_string: str | None = None
+    vocabulary: int = 0
+    """How many ids there are to sample; 0 if that is not known."""
     task: asyncio.Task[None] | None = None
 
     def sample(self) -> Sample:
         """What there is; a turn that has not ended was aborted."""
         request = self.request
-        count = min(len(self.ids), len(self.logprobs))
-        versions = self.versions if self.versions else [self.version] * count
+        versions = self.versions or [self.version] * len(self.ids)
         return Sample(
-            ids=np.array(self.ids[:count], np.int32),
-            logprobs=np.array(self.logprobs[:count], np.float32),
-            versions=np.array(versions[:count], np.int32),
+            ids=np.array(self.ids, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            versions=np.array(versions, np.int32),
             finish=self.finish or Finish.ABORT,
             prompt_tokens=len(request.prompt) if self.prompt_tokens is None else self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -126,7 +130,7 @@ class RemoteEngine:
     async def sample(self, request: SampleRequest) -> Sample:
         self._check(request)
         await self._gate.wait()
-        flight = Flight(request, self._version)
+        flight = Flight(request, self._version, vocabulary=self.info.vocabulary)
         if self._limit(request) == 0:
             flight.finish = Finish.LENGTH
             return flight.sample()
@@ -152,7 +156,7 @@ class RemoteEngine:
         if error is not None:
             raise error
         self.stats.aborted += flight.finish in (None, Finish.ABORT)
-        return flight.sample()
+        return check_sample(flight.sample(), flight.request, flight.vocabulary)
 
     async def abort(self, ids: Sequence[str]) -> None:
         names = frozenset(ids)
@@ -253,17 +257,30 @@ class RemoteEngine:
     async def _events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream, up to `[DONE]`; an event that tells an error is raised."""
         async with self._asked("POST", path, body, self._timeout) as response:
-            async for line in response.content:
+            async for line in self._lines(response):
                 if not line.startswith(b"data:"):
+                    if line.strip() and not line.startswith(_FIELDS):
+                        raise BadAnswer(f"{self.url}{path} sent no event stream; it begins: {quote(line)}")
                     continue
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     return
                 event = decoded(data, f"{self.url}{path}")
-                if isinstance(error := event.get("error"), Mapping):
-                    code = error.get("code")
+                if error := event.get("error"):
+                    code = error.get("code") if isinstance(error, Mapping) else None
                     raise _refusal(f"{self.url}{path}", code if isinstance(code, int) else 500, data)
                 yield event
+
+    async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        lines = response.content
+        while True:
+            try:
+                line = await lines.readline()
+            except ValueError as error:
+                raise BadAnswer(f"{response.url} sent a line of more than {_LINE} bytes") from error
+            if not line:
+                return
+            yield line
 
     @contextlib.asynccontextmanager
     async def _asked(
@@ -302,7 +319,7 @@ def decoded(data: bytes, url: str) -> dict[str, Any]:
     try:
         answer = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise EngineError(f"{url} answered no JSON: {error}") from error
+        raise BadAnswer(f"{url} answered no JSON: {error}; it begins: {quote(data)}") from error
     if not isinstance(answer, dict):
-        raise EngineError(f"{url} answered no JSON object")
+        raise BadAnswer(f"{url} answered no JSON object; it begins: {quote(data)}")
     return answer

@@ -389,7 +389,8 @@ class Session:
         """Sample the turn, read its reply, and write both to the journal. Cancelled only while it samples."""
         began = time.perf_counter()
         try:
-            sampled = await turns.sample(self.lanes[node.engine].engine, wanted)
+            lane = self.lanes[node.engine]
+            sampled = await turns.sample(lane.engine, wanted, lane.codec.tokenizer.size)
             self._take(node, wanted, request, sampled)
             node.meta["seconds"] = time.perf_counter() - began
             await self._record(node)

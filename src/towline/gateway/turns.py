@@ -11,6 +11,7 @@ import orjson
 
 from towline.conversation import Finish, Message, Reply, TokenLogprob, Tool, ToolCall
 from towline.engines.base import Engine, Ids, Sample, SampleRequest
+from towline.engines.validation import check_sample
 from towline.errors import EngineError
 from towline.tokens.codec import Codec
 from towline.tokens.graph import Node
@@ -24,13 +25,15 @@ _PIECE = 16_384
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-async def sample(engine: Engine, request: SampleRequest) -> Sample:
-    """A whole turn. What an abort cuts short goes on from its prompt plus its tokens so far, once the engine is ready."""
+async def sample(engine: Engine, request: SampleRequest, vocabulary: int = 0) -> Sample:
+    """A whole turn. What an abort cuts short goes on from its prompt plus its tokens so far, once the engine is ready.
+
+    `vocabulary`: how many ids there are, for engines that do not say.
+    """
     parts: list[Sample] = []
     current, fruitless = request, 0
     while True:
-        part = await engine.sample(current)
-        _check(part, current)
+        part = check_sample(await engine.sample(current), current, engine.info.vocabulary or vocabulary)
         parts.append(part)
         if part.finish is not Finish.ABORT:
             return _joined(parts)
@@ -44,19 +47,6 @@ async def sample(engine: Engine, request: SampleRequest) -> Sample:
         await engine.ready()
         forced = request.forced[len(so_far) :] if request.forced is not None else None
         current = replace(request, prompt=np.concatenate([request.prompt, so_far]), max_tokens=left, forced=forced)
-
-
-def _check(part: Sample, request: SampleRequest) -> None:
-    """The engine's contract, at every call: it saw what was sent, and every token has its logprob and version."""
-    expands = any(not image.reported for image in request.media)
-    if part.prompt is None and part.prompt_tokens != len(request.prompt) and not expands:
-        raise EngineError(f"the engine saw {part.prompt_tokens} prompt tokens, {len(request.prompt)} were sent")
-    if not len(part.ids) == len(part.logprobs) == len(part.versions):
-        raise EngineError(
-            f"the engine returned {len(part.ids)} ids, {len(part.logprobs)} logprobs, {len(part.versions)} versions"
-        )
-    if not np.isfinite(part.logprobs).all():
-        raise EngineError("the engine returned a logprob that is not finite")
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:

@@ -31,6 +31,7 @@ from towline.engines.embedded.sampler import Sampler
 from towline.engines.embedded.scheduler import Scheduler
 from towline.engines.embedded.turn import Turn
 from towline.engines.stops import StopStrings
+from towline.engines.validation import check_sample
 from towline.errors import ConfigError, EngineError
 
 T = TypeVar("T")
@@ -141,7 +142,7 @@ class EmbeddedEngine:
             return turn.result()
         loop.post(lambda: loop.submit(turn))
         try:
-            return await answer
+            return check_sample(await answer, request, self._config.vocab_size)
         except asyncio.CancelledError:
             with contextlib.suppress(EngineError):  # A closed engine has ended the turn already.
                 loop.post(lambda: loop.cancel(turn))

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from towline.arrays import Ids
 from towline.conversation import Finish
+from towline.engines import validation
 from towline.engines.base import Capture, EngineInfo, Load, SampleRequest
 from towline.engines.llamacpp.gguf import Gguf
 from towline.engines.llamacpp.slots import Slots
@@ -180,12 +181,12 @@ class LlamaCppEngine(RemoteEngine):
         if flight.finish is None:
             flight.finish = Finish.LENGTH
 
-    async def _stretch(self, flight: Flight, slot: int, entropy: int, count: int) -> tuple[list[int], list[float]]:
-        """At least one and at most `count` further ids with their logprobs."""
+    async def _stretch(self, flight: Flight, slot: int, entropy: int, most: int) -> tuple[list[int], list[float]]:
+        """At least one and at most `most` further ids with their logprobs."""
         request, ids = flight.request, _joined(flight.request.prompt, flight.ids)
         drawn = int(np.random.SeedSequence((entropy, len(ids))).generate_state(1)[0])
         body = {
-            **self._asking(slot, ids, count),
+            **self._asking(slot, ids, most),
             "seed": min(drawn, 0xFFFFFFFE),  # The one above means: any.
             "temperature": request.temperature,
             "top_k": request.top_k,
@@ -196,13 +197,16 @@ class LlamaCppEngine(RemoteEngine):
             "post_sampling_probs": request.temperature > 0,
         }
         answer = decoded(await self._post(_ROUTE, body, long=True), self.url)
-        if flight.prompt_tokens is None:
-            flight.prompt_tokens = int(answer["tokens_evaluated"])
-            flight.cached_tokens = int(answer.get("timings/cache_n", 0))
-        sampled = [int(id) for id in answer["tokens"]]
-        told = [(int(one["id"]), _logprob(one)) for one in answer.get("completion_probabilities") or ()]
-        if not sampled or len(told) > len(sampled):
-            raise EngineError(f"llama.cpp told {len(sampled)} ids and {len(told)} logprobs")
+        with validation.reading("llama.cpp", answer):
+            if flight.prompt_tokens is None:
+                flight.prompt_tokens = validation.count(answer["tokens_evaluated"], "tokens_evaluated")
+                flight.cached_tokens = validation.count(answer.get("timings/cache_n", 0), "cache_n")
+            sampled = validation.token_ids(answer["tokens"], flight.vocabulary)
+            told = [
+                (validation.token_id(one["id"]), _logprob(one)) for one in answer.get("completion_probabilities") or ()
+            ]
+            if not sampled or len(told) > len(sampled):
+                raise ValueError(f"it holds {len(sampled)} ids and {len(told)} logprobs")
         if len(told) == len(sampled):
             return sampled, [logprob for _, logprob in told]
         # The first id without a logprob ends inside a character, and so is never equal to the next that has one.
@@ -226,11 +230,14 @@ class LlamaCppEngine(RemoteEngine):
                 "post_sampling_probs": False,
             }
             answer = decoded(await self._post(_ROUTE, body, long=True), self.url)
-            rows = answer["completion_probabilities"][0]["top_logprobs"]
-            logits = np.full(size, -np.inf)
-            logits[[int(row["id"]) for row in rows]] = [float(row["logprob"]) for row in rows]
-            logprobs = distribution(logits, request)
-            unseen = (size - seen) * np.exp(logprobs[int(rows[-1]["id"])])
+            with validation.reading("llama.cpp", answer):
+                rows = answer["completion_probabilities"][0]["top_logprobs"]
+                logits = np.full(size, -np.inf)
+                logits[validation.token_ids([row["id"] for row in rows], size)] = [
+                    float(row["logprob"]) for row in rows
+                ]
+                logprobs = distribution(logits, request)
+                unseen = (size - seen) * np.exp(logprobs[int(rows[-1]["id"])])
             if math.isfinite(logprobs[id]) and unseen < _NEGLIGIBLE:
                 break
         return float(logprobs[id])
@@ -296,8 +303,11 @@ def _take(flight: Flight, ids: Sequence[int], logprobs: Sequence[float], stops: 
 
 def _logprob(told: dict[str, Any]) -> float:
     if "logprob" in told:
-        return float(told["logprob"])
-    return math.log(max(float(told["prob"]), 1e-45))
+        return validation.logprob(told["logprob"])
+    probability = told["prob"]
+    if type(probability) not in (int, float) or not probability >= 0:
+        raise ValueError(f"{probability!r} is not a probability")
+    return validation.logprob(math.log(max(probability, 1e-45)))
 
 
 def _joined(prompt: Ids, ids: Sequence[int]) -> Ids:

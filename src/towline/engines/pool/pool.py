@@ -27,6 +27,7 @@ from towline.engines.pool.replica import Replica, Weights
 from towline.engines.pool.turn import MovingTurn
 from towline.engines.pool.updating import update
 from towline.engines.pool.watching import Watch
+from towline.engines.validation import check_sample
 from towline.errors import EngineError
 from towline.images import Placeholder
 
@@ -117,7 +118,10 @@ class Pool:
         while (replica := await self._slot(request, arrival)) is not None:
             epoch = replica.epoch
             try:
-                part = await replica.do(replica.engine.sample(turn.rest()))
+                asked = turn.rest()
+                part = check_sample(
+                    await replica.do(replica.engine.sample(asked)), asked, replica.engine.info.vocabulary
+                )
             except EngineGone as gone:
                 self._dispatcher.leave(replica)
                 replica.counts.moved += 1

@@ -24,6 +24,7 @@ import orjson
 from towline.engines.base import Capture, EngineGone, EngineInfo, Ids, Load, PauseMode, SampleRequest
 from towline.engines.remote import Flight, Refused, RemoteEngine, decoded
 from towline.engines.sglang import wire
+from towline.engines.validation import BadAnswer, logprob, quote, reading, token_id
 from towline.engines.vllm.probing import probe_prompt, vocabulary
 from towline.engines.vllm.scoring import score
 from towline.engines.weight_check import Arithmetic, Probe, Pushed, check
@@ -135,8 +136,9 @@ class SglangEngine(RemoteEngine):
     async def _top(self, prompt: Ids, temperature: float) -> dict[int, float]:
         """The logprobs of the likeliest ids behind a prompt."""
         answer = await self._generate(wire.body(prompt, 1, temperature) | {"top_logprobs_num": _TOLD})
-        places = answer["meta_info"].get("output_top_logprobs") or [[]]
-        return {int(id): float(logprob) for logprob, id, *_ in places[0]}
+        with reading(f"{self.url}/generate", answer):
+            places = answer["meta_info"].get("output_top_logprobs") or [[]]
+            return {token_id(id): float(value) for value, id, *_ in places[0]}
 
     async def load(self) -> Load:
         try:
@@ -184,20 +186,22 @@ class SglangEngine(RemoteEngine):
         """What an answer tells of the turn."""
         meta = event.get("meta_info")
         if not isinstance(meta, Mapping):
-            raise EngineError(f"{self.url}/generate answered without meta_info: is it SGLang?")
+            raise BadAnswer(f"{self.url}/generate answered without meta_info: is it SGLang? It begins: {quote(event)}")
         label = meta.get("weight_version")
         if label is not None and self._label is not None and str(label) != self._label:
             raise EngineGone(f"{self.url} has the weights {label!r} in place of {self._label!r}: it was started again")
-        self.stats.decoded_tokens += wire.read(meta, flight)
+        with reading(f"{self.url}/generate", event):
+            self.stats.decoded_tokens += wire.read(meta, flight)
 
     async def _score(self, prompt: Ids, id: int, temperature: float) -> tuple[float, dict[str, object]]:
         """The logprob of `id` behind `prompt`."""
         asked = {"token_ids_logprob": [id], "extra_key": self._salt}
         answer = await self._generate(wire.body(prompt, 1, temperature) | asked)
-        meta = answer["meta_info"]
-        ((logprob, *_),) = meta["output_token_ids_logprobs"][0]
-        details = {"cached_tokens": int(meta.get("cached_tokens") or 0)}
-        return float(logprob), {"prompt_tokens": meta["prompt_tokens"], "prompt_tokens_details": details}
+        with reading(f"{self.url}/generate", answer):
+            meta = answer["meta_info"]
+            ((value, *_),) = meta["output_token_ids_logprobs"][0]
+            details = {"cached_tokens": meta.get("cached_tokens") or 0}
+            return logprob(value), {"prompt_tokens": meta["prompt_tokens"], "prompt_tokens_details": details}
 
     # Ending turns
 

@@ -8,7 +8,7 @@ from typing import Any
 from towline.conversation import Finish
 from towline.engines.base import Ids, Load, SampleRequest
 from towline.engines.remote import Flight
-from towline.errors import EngineError
+from towline.engines.validation import count, logprob, token_id
 
 
 def body(prompt: Ids, limit: int, temperature: float, request: SampleRequest | None = None) -> dict[str, Any]:
@@ -34,27 +34,36 @@ def body(prompt: Ids, limit: int, temperature: float, request: SampleRequest | N
 
 def _finish(reason: object) -> tuple[Finish | None, str | None]:
     """How a turn ended, and the stop string that ended it."""
-    if not isinstance(reason, Mapping):
+    if reason is None:
         return None, None
+    if not isinstance(reason, Mapping):
+        raise ValueError(f"the finish reason {reason!r:.60} is no object")
     kind, matched = reason.get("type"), reason.get("matched")
     if kind == "stop" and isinstance(matched, str):
         return Finish.STOP_STRING, matched
     known = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
-    return known.get(str(kind), Finish.STOP), None
+    if kind == "abort" and reason.get("status_code"):
+        raise ValueError(f"the turn failed with status {reason['status_code']}: {reason.get('message')}")
+    if kind not in known:
+        raise ValueError(f"the finish reason {kind!r} is not one of {', '.join(known)}")
+    return known[kind], None
 
 
 def read(meta: Mapping[str, Any], flight: Flight) -> int:
     """Note what an answer tells, be it of all tokens of the turn or of those since the last; how many are fresh."""
     told = meta.get("output_token_logprobs") or []
-    fresh = int(meta.get("completion_tokens") or len(told)) - len(flight.ids)
-    if fresh > len(told):
-        raise EngineError(f"the server sampled {fresh} tokens and told the logprobs of {len(told)}")
-    for logprob, id, *_ in told[len(told) - fresh :]:
-        flight.ids.append(int(id))
-        flight.logprobs.append(float(logprob))
+    if not isinstance(told, list):
+        raise ValueError(f"output_token_logprobs is no list: {told!r:.60}")
+    sampled = meta.get("completion_tokens")
+    fresh = (len(told) if sampled is None else count(sampled, "completion_tokens")) - len(flight.ids)
+    if not 0 <= fresh <= len(told):
+        raise ValueError(f"it counts {sampled} tokens after {len(flight.ids)}, and holds the logprobs of {len(told)}")
+    found = [(token_id(id, flight.vocabulary), logprob(value)) for value, id, *_ in told[len(told) - fresh :]]
+    flight.ids += [id for id, _ in found]
+    flight.logprobs += [value for _, value in found]
     if meta.get("prompt_tokens") is not None:
-        flight.prompt_tokens = int(meta["prompt_tokens"])
-    flight.cached_tokens = int(meta.get("cached_tokens") or 0)
+        flight.prompt_tokens = count(meta["prompt_tokens"], "prompt_tokens")
+    flight.cached_tokens = count(meta.get("cached_tokens") or 0, "cached_tokens")
     flight.finish, flight.stop_string = _finish(meta.get("finish_reason"))
     return fresh
 

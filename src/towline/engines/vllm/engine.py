@@ -23,6 +23,7 @@ import numpy as np
 from towline.conversation import Finish, Media
 from towline.engines.base import Capture, EngineGone, EngineInfo, Ids, Load, PauseMode, SampleRequest
 from towline.engines.remote import Flight, Refused, RemoteEngine, decoded
+from towline.engines.validation import logprob, reading
 from towline.engines.vllm import media as images
 from towline.engines.vllm import probing, scoring, wire
 from towline.engines.vllm.wire import Route
@@ -71,8 +72,9 @@ class VllmEngine(RemoteEngine):
         first = await self._choose_route(prompt)
         hits = await self._cache_hits()
         second = await self._one(prompt, probing.TEMPERATURE, logprobs=probing.ASKED)
-        probing.check_logprobs(self.url, wire.top(self._route, first), wire.top(self._route, second))
-        told = wire.cached(second.get("usage") or {})
+        with reading(self.url + self._route, [first, second]):
+            probing.check_logprobs(self.url, wire.top(self._route, first), wire.top(self._route, second))
+            told = wire.cached(second.get("usage") or {})
         details = {
             "server": f"vllm {version}",
             "url": self.url,
@@ -159,9 +161,10 @@ class VllmEngine(RemoteEngine):
         body = wire.turn(self._route, self._model, request, limit, self._salt)
         unseen = bool(request.media)
         async for event in self._events(self._route, body | images.shown(request) if unseen else body):
-            unseen = unseen and not images.check(event, request)
-            self._recognise(event, flight)
-            self.stats.decoded_tokens += wire.read(self._route, event, flight)
+            with reading(self.url + self._route, event):
+                unseen = unseen and not images.check(event, request)
+                self._recognise(event, flight)
+                self.stats.decoded_tokens += wire.read(self._route, event, flight)
         if unseen and flight.finish is not Finish.ABORT:
             raise EngineError(f"{self.url} does not tell what its model was shown")
         if flight.versions:
@@ -193,17 +196,20 @@ class VllmEngine(RemoteEngine):
             if error.status != 400:
                 raise
             raise BadRequest(f"an image cannot be shown to the model: {error}") from error
-        return images.placeholder(decoded(data, self.url + images.RENDER))
+        answer = decoded(data, self.url + images.RENDER)
+        with reading(self.url + images.RENDER, answer):
+            return images.placeholder(answer)
 
     async def _score(self, prompt: Ids, id: int, temperature: float) -> tuple[float, dict[str, Any]]:
         """The logprob of `id` behind `prompt`."""
         # As many are told as were asked for, and the sampled one is first: with two, the first asked for is among them.
         asked = [id, 0 if id else 1]
         answer = await self._one(prompt, temperature, logprobs=2, logprob_token_ids=asked)
-        found = wire.top(self._route, answer)
-        if id not in found:
-            raise EngineError(f"{self.url} does not tell the logprob of an id that it did not sample")
-        return found[id], dict(answer["usage"])
+        with reading(self.url + self._route, answer):
+            found = wire.top(self._route, answer)
+            if id not in found:
+                raise EngineError(f"{self.url} does not tell the logprob of an id that it did not sample")
+            return logprob(found[id]), dict(answer["usage"])
 
     async def _stop(self, mode: PauseMode, deadline: float | None) -> None:
         await super()._stop(mode, deadline)
@@ -274,7 +280,8 @@ class VllmEngine(RemoteEngine):
         async for event in self._events(
             self._route, wire.turn(self._route, self._model, request, self._limit(request), salt)
         ):
-            wire.read(self._route, event, flight)
+            with reading(self.url + self._route, event):
+                wire.read(self._route, event, flight)
         ids, logprobs = np.array(flight.ids, np.int32), np.array(flight.logprobs, np.float32)
         return Probe(prompt, ids, logprobs, flight.cached_tokens)
 

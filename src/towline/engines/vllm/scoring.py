@@ -16,6 +16,7 @@ import numpy as np
 from towline.conversation import Finish
 from towline.engines.base import Ids
 from towline.engines.remote import Flight
+from towline.engines.validation import count
 from towline.engines.vllm.wire import cached
 from towline.errors import EngineError
 
@@ -40,7 +41,10 @@ async def score(flight: Flight, limit: int, ask: Ask) -> None:
         answers = await asyncio.gather(*(ask(row[: length + place], int(forced[place])) for place in range(start, end)))
         if start == 0 and answers:
             usage = answers[0][1]
-            flight.prompt_tokens, flight.cached_tokens = int(str(usage["prompt_tokens"])), cached(usage) or 0
+            flight.prompt_tokens, flight.cached_tokens = (
+                count(usage["prompt_tokens"], "prompt_tokens"),
+                cached(usage) or 0,
+            )
         flight.ids += [int(id) for id in forced[start:end]]
         flight.logprobs += [logprob for logprob, _ in answers]
     flight.finish = Finish.STOP if len(stops) else Finish.LENGTH

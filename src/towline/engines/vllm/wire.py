@@ -16,9 +16,9 @@ from typing import Any
 from towline.conversation import Finish
 from towline.engines.base import Ids, SampleRequest
 from towline.engines.remote import Flight
-from towline.errors import EngineError
+from towline.engines.validation import count, logprob, token_id, token_ids, version_spans
 
-_FINISH = {"length": Finish.LENGTH, "abort": Finish.ABORT}
+_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT, "repetition": Finish.LENGTH}
 _SEEDS = 1 << 63
 
 
@@ -77,50 +77,56 @@ def _body(route: Route, model: str, prompt: Ids, params: Mapping[str, Any], salt
 
 
 def read(route: Route, event: Mapping[str, Any], flight: Flight) -> int:
-    """Take one event of a stream; how many tokens it brought."""
+    """Take one event of a stream; how many tokens it brought. Raises `ValueError` and the like for what it may not say."""
     usage = event.get("usage")
     if usage:
-        flight.prompt_tokens = int(usage["prompt_tokens"])
+        flight.prompt_tokens = count(usage["prompt_tokens"], "prompt_tokens")
         flight.cached_tokens = cached(usage) or 0
-    count = 0
+    fresh = 0
     for choice in event.get("choices") or ():
-        ids = [int(id) for id in choice.get("token_ids") or ()]
+        ids = token_ids(choice.get("token_ids"), flight.vocabulary)
         logprobs = _logprobs(route, choice, ids)
         flight.ids += ids
         flight.logprobs += logprobs
-        count += len(ids)
+        fresh += len(ids)
         if choice.get("finish_reason") is not None:
             _end(choice, flight)
-    return count
+    return fresh
 
 
 def _logprobs(route: Route, choice: Mapping[str, Any], ids: list[int]) -> list[float]:
     told = choice.get("logprobs") or {}
     if route is Route.GENERATE:
-        found = [(int(entry["token_id"]), float(entry["logprob"])) for entry in told.get("content") or ()]
+        found = [(token_id(entry["token_id"]), logprob(entry["logprob"])) for entry in told.get("content") or ()]
     else:
         pairs = zip(told.get("tokens") or (), told.get("token_logprobs") or (), strict=True)
-        found = [(id_of(token), float(logprob)) for token, logprob in pairs]
+        found = [(id_of(token), logprob(value)) for token, value in pairs]
     if [id for id, _ in found] != ids:
-        raise EngineError(f"the server told the ids {ids[:8]} and logprobs of {[id for id, _ in found][:8]}")
-    return [logprob for _, logprob in found]
+        raise ValueError(f"it holds the ids {ids[:8]} and logprobs of the ids {[id for id, _ in found][:8]}")
+    return [value for _, value in found]
 
 
 def id_of(token: str) -> int:
     """The id in `token_id:7`."""
-    return int(token.removeprefix("token_id:"))
+    digits = token.removeprefix("token_id:")
+    if not (digits.isascii() and digits.isdecimal()):
+        raise ValueError(f"{token!r} names no token id")
+    return token_id(int(digits))
 
 
 def _end(choice: Mapping[str, Any], flight: Flight) -> None:
     reason, stopped = choice["finish_reason"], choice.get("stop_reason")
     if isinstance(stopped, str):
         flight.finish, flight.stop_string = Finish.STOP_STRING, stopped
+    elif reason in _FINISH:
+        flight.finish = _FINISH[reason]
     else:
-        flight.finish = _FINISH.get(reason, Finish.STOP)
+        raise ValueError(f"the finish reason {reason!r} is not one of {', '.join(_FINISH)}")
     spans = choice.get("weight_versions") or ()
     # Before the first update a server's label is a word.
-    if spans and all(str(span["version"]).isdigit() for span in spans):
-        flight.versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    if spans and all(str(span["version"]).isdecimal() for span in spans):
+        told = ((int(span["version"]), span["start"], span["end"]) for span in spans)
+        flight.versions = version_spans(told, len(flight.ids))
 
 
 def labels(event: Mapping[str, Any]) -> list[str]:
@@ -132,7 +138,8 @@ def labels(event: Mapping[str, Any]) -> list[str]:
 def cached(usage: Mapping[str, Any]) -> int | None:
     """How many prompt tokens came from the prefix cache; None if the server does not tell."""
     details = usage.get("prompt_tokens_details")
-    return None if not details or details.get("cached_tokens") is None else int(details["cached_tokens"])
+    told = details.get("cached_tokens") if details else None
+    return None if told is None else count(told, "cached_tokens")
 
 
 def top(route: Route, answer: Mapping[str, Any]) -> dict[int, float]:
@@ -140,6 +147,6 @@ def top(route: Route, answer: Mapping[str, Any]) -> dict[int, float]:
     told = answer["choices"][0].get("logprobs") or {}
     if route is Route.GENERATE:
         content = told.get("content") or [{}]
-        return {int(entry["token_id"]): float(entry["logprob"]) for entry in content[0].get("top_logprobs") or ()}
+        return {token_id(entry["token_id"]): float(entry["logprob"]) for entry in content[0].get("top_logprobs") or ()}
     found = (told.get("top_logprobs") or [{}])[0]
     return {id_of(token): float(logprob) for token, logprob in found.items()}
