@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from test_openai import Upstream
 from test_openai import served as chat_served
 
+from towline.arrays import LOGPROB_SLACK
 from towline.conversation import Finish, Message, Request
 from towline.engines.base import Engine, Sample, SampleRequest
 from towline.engines.embedded import DecoderConfig, create, save
@@ -36,7 +37,6 @@ from towline.engines.vllm import wire as vllm
 from towline.engines.vllm.wire import Route
 from towline.errors import EngineError
 from towline.gateway.journal import replay
-from towline.schema.checks import LOGPROB_SLACK
 from towline.tokens.loading import load_codec
 
 VOCABULARY = 96

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from towline.arrays import LOGPROB_SLACK
 from towline.conversation import Finish
 from towline.errors import EngineError
-from towline.schema.checks import LOGPROB_SLACK
 
 if TYPE_CHECKING:
     from towline.engines.base import Sample, SampleRequest

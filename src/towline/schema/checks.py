@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from towline.arrays import LOGPROB_SLACK
 from towline.schema.vocabulary import BuilderName, TurnRole
 
 if TYPE_CHECKING:
     from towline.schema.trajectory import Trace, Turn
-
-LOGPROB_SLACK = 1e-6
-"""How far above 0 a log probability may stand from rounding."""
 
 
 def check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
