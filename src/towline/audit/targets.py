@@ -30,6 +30,8 @@ BASE = "qwen3"
 """The tokenizer that lends its vocabulary to templates without one."""
 PLAIN = f"{BASE}+plain_special_text"
 """That tokenizer with its own template, where text that spells a special token stays text."""
+_PAIRED = {"deepseek_v3": "deepseekv3", "gptoss": "gptoss"}
+"""Tokenizers whose package has no template, or one that cannot close a single call, with the template of their family."""
 
 _SPECIAL = re.compile(
     r"<\|[^|<>\s]{1,40}\|?>|<[^|<>\s]{1,40}\|>|<[|\uff5c][^|\uff5c<>\n]{1,40}[|\uff5c]>|</?s>|<bos>|<eos>"
@@ -107,7 +109,8 @@ def find(
             codec = load_codec(assets.tokenizer(BASE), special_text=SpecialText.PLAIN)
             targets.append(_target(name, BASE, codec, primary=False))
         else:
-            targets.append(_target(name, name, load_codec(assets.tokenizer(name)), primary=True))
+            own = assets.templates()[_PAIRED[name]] if name in _PAIRED else None
+            targets.append(_target(name, name, load_codec(assets.tokenizer(name), template=own), primary=True))
     if tokenizer is not None:
         name = f"{tokenizer.name}+{template.stem}" if template else tokenizer.name
         targets.append(_target(name, f"user-{tokenizer.name}", load_codec(tokenizer, template=template), primary=True))
