@@ -674,6 +674,7 @@ def test_tasks_and_rewards_refuse_what_makes_no_sense() -> None:
         ({"components": {"a": float("inf")}}, "finite"),
         ({"status": "failed"}, "needs an error"),
         ({"error": "hm"}, "a scored reward has no error"),
+        ({"status": "missing", "cause": "hm"}, "only a scored reward has a cause"),
     ]:
         with pytest.raises(ValidationError, match=message):
             Reward(**{"value": 1.0} | fields)

@@ -166,6 +166,8 @@ def test_failures_are_told_apart_from_zero() -> None:
     text, _ = show(forked().with_reward(broken))
     assert "failed: verifier crashed" in text
     assert "trained  reward none" in text
+    text, _ = show(forked().with_reward(Reward(value=0.0, cause="a folder in the way")))
+    assert "the agent made its evaluation fail: a folder in the way" in text
 
 
 def test_long_things_are_left_out_of_the_middle_unless_asked_for() -> None:

@@ -110,6 +110,7 @@ def line_of(one: Finished) -> dict[str, Any]:
         "reward": reward.score if reward is not None else None,
         "reward_status": reward.status.value if reward is not None else None,
         "components": reward.components if reward is not None else {},
+        "reward_cause": reward.cause if reward is not None else None,
         "error": trajectory.error or (reward.error if reward is not None else None),
         "turns": report.turns,
         "chains": report.chains,

@@ -126,6 +126,8 @@ def _reward(reward: Reward | None) -> Text:
         text.append(f"  {visible(name)} {value:g}", "not bold")
     if reward.evaluator:
         text.append(f"  by {visible(reward.evaluator)}", "dim not bold")
+    if reward.cause:
+        text.append(f"  the agent made its evaluation fail: {visible(reward.cause)}", "yellow not bold")
     return text
 
 

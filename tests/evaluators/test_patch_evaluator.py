@@ -143,7 +143,10 @@ async def test_what_is_the_tasks_fault_is_an_error(rig: MakeRig) -> None:
     with pytest.raises(EvaluationError, match="could not be run"):
         await rig({**SPEC, "command": "no-such-runner"}, environment=WITH_GIT).judge()
     endless = {**SPEC, "seconds": 0.5, "command": "sleep 50"}
-    assert (await rig(endless, environment=WITH_GIT).judge(FIX)).components == {"applied": 1, "timed_out": 1}
+    with pytest.raises(EvaluationError, match=r"within 0\.5 seconds"):
+        await rig(endless, environment=WITH_GIT).judge(FIX)
+    at_once = rig({**endless, "on_timeout": "zero"}, environment=WITH_GIT)
+    assert (await at_once.judge(FIX)).components == {"applied": 1, "timed_out": 1}
 
 
 async def test_without_isolation(process: Runtime, tmp_path: Path) -> None:

@@ -143,8 +143,9 @@ async def test_a_stage_out_of_time_is_tried_again_and_then_fails(codec: Codec, t
 )
 async def test_a_broken_evaluation_is_no_score(evaluator: dict[str, Any], codec: Codec, tmp_path: Path) -> None:
     async with running_node(codec, tmp_path, writes_hello) as rig:
-        finished = await one(rig, evaluator=evaluator, timeouts={"evaluate": 2.0})
-        assert finished.session.state is SessionState.DONE
+        finished = await one(rig, evaluator=evaluator, timeouts={"evaluate": 2.0}, max_attempts=2)
+        assert finished.session.state is SessionState.FAILED
+        assert finished.session.attempt == 2
         assert finished.trajectory.reward.status is RewardStatus.FAILED
         assert finished.trajectory.reward.score is None
         assert all(trace.reward is None for trace in finished.trajectory.traces)

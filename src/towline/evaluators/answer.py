@@ -56,6 +56,7 @@ class AnswerEvaluator:
 
     def __init__(self, options: AnswerOptions):
         self.options = options
+        self.lowest = options.lowest
 
     def leaks(self) -> tuple[str, ...]:
         return ()

@@ -2,7 +2,8 @@
 
 An evaluator works in two steps. `collect` looks into the agent's sandbox when every process of the agent is dead, and
 takes out what is to be judged. `evaluate` judges it in a sandbox that the agent never touched, which gets the verifier's
-files only now. An evaluator that breaks raises `EvaluationError`: that is never reward 0.
+files only now. An evaluator that cannot come to a score raises `EvaluationError`; it never turns that into a score of 0.
+Whether the agent or the infrastructure caused it is found out by the node (`towline.node.judging`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from towline.schema import Reward, Task, Trajectory
 
 
 class EvaluationError(TowlineError):
-    """The evaluator could not come to a score; the session's reward is `failed`, with this as its reason."""
+    """The evaluator could not come to a score."""
 
 
 @dataclass(slots=True)
@@ -73,6 +74,11 @@ class Evaluator(Protocol):
     """One way to score."""
 
     kind: str
+
+    @property
+    def lowest(self) -> float:
+        """The lowest score it gives: that of an agent that makes its own evaluation fail."""
+        ...
 
     @property
     def shared(self) -> bool:

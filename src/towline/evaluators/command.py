@@ -46,7 +46,7 @@ class CommandOptions(Options):
     user: str = ""
     seconds: Seconds = 600.0
     on_timeout: Literal["error", "zero"] = "error"
-    """`zero` where the agent's own work is what would not end."""
+    """`zero` scores a command that does not end at once, without repeating it and without a control run."""
 
     @field_validator("pattern")
     @classmethod
@@ -71,6 +71,7 @@ class CommandEvaluator:
 
     def __init__(self, options: CommandOptions):
         self.options = options
+        self.lowest = options.lowest
 
     def leaks(self) -> tuple[str, ...]:
         return (*self.options.hidden, *(file.target for file in self.options.files))
@@ -102,7 +103,7 @@ class CommandEvaluator:
             )
         if done.timed_out:
             if options.on_timeout == "zero":
-                return Reward(value=0.0, components={"timed_out": 1.0}, evaluator=self.kind)
+                return Reward(value=self.lowest, components={"timed_out": 1.0}, evaluator=self.kind)
             raise EvaluationError(f"the command did not end within {options.seconds:g} seconds")
         return await asyncio.to_thread(self._score, done, outcome)
 

@@ -25,6 +25,7 @@ class CompletedEvaluator:
 
     def __init__(self, options: CompletedOptions):
         self.options = options
+        self.lowest = options.lowest
 
     def leaks(self) -> tuple[str, ...]:
         return ()

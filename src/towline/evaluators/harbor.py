@@ -84,6 +84,7 @@ class HarborEvaluator:
 
     def __init__(self, options: HarborOptions):
         self.options = options
+        self.lowest = options.lowest
 
     @property
     def shared(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -15,3 +15,5 @@ class Options(BaseModel):
     kind: str
     oracle: bool = False
     """The session is the task's own solution, whose files may therefore be in the agent's sandbox."""
+    lowest: FiniteFloat = 0.0
+    """The lowest score this evaluator gives: the score of an agent that makes its own evaluation fail."""

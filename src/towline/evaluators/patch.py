@@ -43,8 +43,8 @@ class PatchOptions(Options):
     env: dict[str, str] = Field(default_factory=dict)
     user: str = ""
     seconds: Seconds = 1800.0
-    on_timeout: Literal["error", "zero"] = "zero"
-    """Tests that do not end are mostly the change's doing; a slow machine's tests need more `seconds`."""
+    on_timeout: Literal["error", "zero"] = "error"
+    """`zero` scores tests that do not end at once, without repeating them and without a control run."""
 
 
 class PatchEvaluator:
@@ -54,6 +54,7 @@ class PatchEvaluator:
 
     def __init__(self, options: PatchOptions):
         self.options = options
+        self.lowest = options.lowest
 
     def leaks(self) -> tuple[str, ...]:
         return ()
@@ -92,7 +93,7 @@ class PatchEvaluator:
                 raise EvaluationError(f"test_patch cannot be applied to a clean repository: {problem}")
             if problem := await change.apply(sandbox, repository):
                 await asyncio.to_thread((bench.logs / "not-applied.txt").write_text, f"{problem}\n")
-                return Reward(value=0.0, components={"applied": 0.0}, evaluator=self.kind)
+                return Reward(value=self.lowest, components={"applied": 0.0}, evaluator=self.kind)
             await put_files(sandbox, options.files)
             command = ["sh", "-c", options.command] if isinstance(options.command, str) else options.command
             done = await run(
@@ -117,7 +118,7 @@ class PatchEvaluator:
         if done.timed_out:
             if options.on_timeout == "error":
                 raise EvaluationError(f"the tests did not end within {options.seconds:g} seconds")
-            return Reward(value=0.0, components={"applied": 1.0, "timed_out": 1.0}, evaluator=self.kind)
+            return Reward(value=self.lowest, components={"applied": 1.0, "timed_out": 1.0}, evaluator=self.kind)
         if done.code in (126, 127):
             raise EvaluationError(f"the tests could not be run ({done.code}): {done.text[-500:].strip()}")
         if not options.fail_to_pass and not options.pass_to_pass:

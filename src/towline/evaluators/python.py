@@ -47,6 +47,7 @@ class PythonEvaluator:
 
     def __init__(self, options: PythonOptions):
         self.options = options
+        self.lowest = options.lowest
         self.function = _function(options.function)
         self._parameters = _wanted(self.function, options)
 

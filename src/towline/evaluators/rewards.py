@@ -16,6 +16,10 @@ from towline.schema import Reward, Trajectory
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!\w|\.\d)")
 _PARTS = ("reward", "components", "per_turn")
+MOST = 10_000
+"""Scores in one reward."""
+_LONGEST = 512
+"""Characters of a score's name."""
 
 
 def number(value: Any, what: str) -> float:
@@ -104,7 +108,7 @@ def reward_files(as_json: bytes | None, as_text: bytes | None) -> dict[str, floa
             raise EvaluationError(f"reward.json is not JSON: {error}") from error
         if not isinstance(value, dict) or not value:
             raise EvaluationError(f"reward.json must be an object of numbers, not {_short(value)}")
-        return {name: number(part, f"reward.json: {name}") for name, part in value.items()}
+        return _named(value, "reward.json: ")
     if as_text is not None:
         if not as_text.strip():
             raise EvaluationError("reward.txt is empty")
@@ -128,7 +132,20 @@ def _scores(value: Any, what: str) -> dict[str, float]:
         return {}
     if not isinstance(value, Mapping):
         raise EvaluationError(f"{what} must be an object of numbers, not {_short(value)}")
-    return {str(name): number(part, f"{what}.{name}") for name, part in value.items()}
+    return _named(value, f"{what}.")
+
+
+def _named(value: Mapping[Any, Any], what: str) -> dict[str, float]:
+    """Numbers by names that can be stored: what a verifier runs may write anything."""
+    if len(value) > MOST:
+        raise EvaluationError(f"{len(value)} scores are more than the {MOST} that a reward may have")
+    named = {}
+    for name, part in value.items():
+        name = str(name)
+        if len(name) > _LONGEST or any("\ud800" <= character <= "\udfff" for character in name):
+            raise EvaluationError(f"{_short(name)} is not a name of a score: it is too long, or not Unicode text")
+        named[name] = number(part, f"{what}{name}")
+    return named
 
 
 def _by_turn(scores: dict[str, float], trajectory: Trajectory) -> dict[str, float]:

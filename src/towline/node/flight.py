@@ -14,7 +14,7 @@ from towline.errors import TowlineError
 from towline.evaluators.base import Carried
 from towline.node.preparing import Prepared
 from towline.sandboxes.base import Sandbox
-from towline.schema import EndReason, Session, SessionState, Task, Trajectory
+from towline.schema import EndReason, FailureReason, Session, SessionState, Task, Trajectory
 
 T = TypeVar("T")
 
@@ -49,14 +49,18 @@ class Flight:
     """Steps of the task that the harness was started on."""
     judged: list[Mapping[str, float]] = field(default_factory=list)
     """What each step scored that was judged before the next."""
-    unjudged: Exception | None = None
-    """Why a step could not be judged."""
+    unjudged: int | None = None
+    """The step that could not be judged."""
+    failures: list[Exception] = field(default_factory=list)
+    """Why what was collected, or a step, could not be judged: once for each try."""
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def advance(self, state: SessionState, *, error: str | None = None) -> None:
-        self.session = self.session.advance(state, at=time.time(), end_reason=self.end_reason, error=error)
+    def advance(self, state: SessionState, *, error: str | None = None, failure: FailureReason | None = None) -> None:
+        self.session = self.session.advance(
+            state, at=time.time(), end_reason=self.end_reason, error=error, failure=failure
+        )
         self.changed(self.session)
 
     @contextmanager

@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from towline.config import NodeSettings
 from towline.errors import TowlineError
 from towline.evaluators import leaks
-from towline.evaluators.base import EvaluationError, JudgesSteps
+from towline.evaluators.base import Evaluator, JudgesSteps
 from towline.gateway.gateway import Gateway, Opened
 from towline.gateway.server import Door, Running
 from towline.gateway.session import Session as GatewaySession
 from towline.harnesses.base import HOME, Launch, Place
 from towline.harnesses.install import check_libc
-from towline.node.evaluation import NodeBench, outcome_of
-from towline.node.flight import Cancelled, Flight, StageTimeout
+from towline.node.flight import Cancelled, Flight
 from towline.node.furnish import furnish, write_files
+from towline.node.judging import Judging
 from towline.node.logs import Log
 from towline.node.looping import repetitions
 from towline.node.preparing import Prepared
 from towline.sandboxes import archives
 from towline.sandboxes.base import GATEWAY_PORT, Process, Sandbox, SandboxError, Spec
-from towline.schema import EndReason, Reward, RewardStatus, Step, Trajectory
+from towline.schema import EndReason, Reward, Step, Trajectory
 from towline.tokens.graph import Node as TurnNode
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -54,6 +55,10 @@ class Lifecycle:
     settings: NodeSettings
     starts: set[Spec] = field(default_factory=set)
     """Specs in whose sandboxes their harness's interpreter was seen to start."""
+    judging: Judging = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.judging = Judging(self.settings)
 
     # INIT
 
@@ -128,23 +133,13 @@ class Lifecycle:
 
     async def _may_follow(self, flight: Flight, prepared: Prepared, index: int) -> bool:
         """Whether there is a next step, and this one's score lets it begin. The last one is judged with the session."""
-        evaluator = prepared.evaluator
         if index + 1 == len(flight.task.steps):
             return False
-        if not isinstance(evaluator, JudgesSteps):
+        if not isinstance(prepared.evaluator, JudgesSteps):
             return True
-        judging = evaluator.judge_step(NodeBench(flight, prepared), index)
         seconds = flight.task.timeouts.evaluate or self.settings.seconds.evaluate
-        try:
-            with flight.timed("judge_steps"):
-                found, follows = await flight.within(judging, seconds, "the evaluation of a step")
-        except Cancelled:
-            raise
-        except (TowlineError, OSError) as error:
-            flight.unjudged = error
-            return False
-        flight.judged.append(found)
-        return follows
+        with flight.timed("judge_steps"):
+            return await self.judging.judge_step(flight, prepared, index, seconds)
 
     def _launch(
         self,
@@ -227,22 +222,39 @@ class Lifecycle:
 
     # BUILD
 
-    async def build(self, flight: Flight, prepared: Prepared) -> None:
-        """Seal the session, take out of the sandbox what is judged and what is kept, and let go of it."""
+    async def build(self, flight: Flight, prepared: Prepared, seconds: float) -> None:
+        """Seal the session, take out of the sandbox what is judged and what is kept, and let go of it.
+
+        What the agent left cannot make this fail: what cannot be kept is a note, what cannot be judged is its own doing.
+        """
         sandbox = flight.sandbox
         if flight.gateway_id:
-            flight.trajectory = await self.gateway.seal(flight.gateway_id, flight.end_reason or EndReason.ERROR)
+            sealing = self.gateway.seal(flight.gateway_id, flight.end_reason or EndReason.ERROR)
+            flight.trajectory = await flight.within(sealing, seconds, "building")
         if sandbox is None:
             return
-        await self._keep_artifacts(flight, prepared, sandbox)
         evaluator = prepared.evaluator
         if evaluator is not None:
-            flight.carried = await evaluator.collect(sandbox, flight.task)
-            flight.notes += flight.carried.notes
-            flight.notes += await leaks.after_run(sandbox, flight.task, evaluator)
+            await self.judging.collect(flight, prepared, sandbox, seconds)
+        await self._noted(flight, self._keep_artifacts(flight, prepared, sandbox), seconds, "keeping the artifacts")
+        if evaluator is not None:
+            audit = self._audit(flight, sandbox, evaluator)
+            await self._noted(flight, audit, seconds, "looking for changes that the verifier relies on")
         if evaluator is None or not evaluator.shared:
             flight.sandbox = None
-            await sandbox.destroy()
+            await flight.within(sandbox.destroy(), seconds, "building")
+
+    async def _noted(self, flight: Flight, work: Coroutine[Any, Any, None], seconds: float, what: str) -> None:
+        """Do what may fail without harm to the score: a failure is a note."""
+        try:
+            await flight.within(work, seconds, what)
+        except Cancelled:
+            raise
+        except (TowlineError, OSError, ValueError) as error:
+            flight.notes.append(f"{what} failed: {error}")
+
+    async def _audit(self, flight: Flight, sandbox: Sandbox, evaluator: Evaluator) -> None:
+        flight.notes += await leaks.after_run(sandbox, flight.task, evaluator)
 
     async def _keep_artifacts(self, flight: Flight, prepared: Prepared, sandbox: Sandbox) -> None:
         for path in prepared.environment.artifacts:
@@ -257,21 +269,8 @@ class Lifecycle:
     # EVALUATE
 
     async def evaluate(self, flight: Flight, prepared: Prepared, trajectory: Trajectory, seconds: float) -> Reward:
-        """The reward; a broken evaluator gives one that says so and has no score."""
-        evaluator = prepared.evaluator
-        assert evaluator is not None
-        bench = NodeBench(flight, prepared)
-        try:
-            if flight.unjudged is not None:
-                raise flight.unjudged
-            judging = evaluator.evaluate(bench, outcome_of(flight, trajectory), flight.carried)
-            return await flight.within(judging, seconds, "evaluation")
-        except Cancelled:
-            raise
-        except (EvaluationError, SandboxError, StageTimeout, OSError, TowlineError) as error:
-            return Reward(
-                value=0.0, evaluator=evaluator.kind, status=RewardStatus.FAILED, error=str(error) or repr(error)
-            )
+        """The reward. A failed evaluation is the agent's doing, and scored, or raises `EvaluationFailed`."""
+        return await self.judging.evaluate(flight, prepared, trajectory, seconds)
 
 
 def _in(flight: Flight) -> Sandbox:

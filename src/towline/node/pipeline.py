@@ -24,6 +24,7 @@ from towline.gateway.server import Running
 from towline.node.breakers import ENGINE_FAILURES, SANDBOX_FAILURES, Breaker, Breakers
 from towline.node.flight import Cancelled, Flight
 from towline.node.furnish import FurnishError
+from towline.node.judging import EvaluationFailed
 from towline.node.lifecycle import Lifecycle, NothingCaptured
 from towline.node.preparing import InstallsLike, Prepared, Preparer
 from towline.node.probing import probe_engine, probe_sandbox
@@ -33,6 +34,7 @@ from towline.sandboxes.base import Unsupported
 from towline.schema import (
     BreakerStatus,
     EndReason,
+    FailureReason,
     Reward,
     RewardStatus,
     SandboxKind,
@@ -247,8 +249,10 @@ class Node:
             # What was sampled goes to whoever waits for it, even if it cannot be written here.
             kept = flight.trajectory or self._bare(flight, state, str(failure))
             changes = {"state": state, "end_reason": flight.end_reason, "error": str(failure) or repr(failure)}
+            changes["failure"] = _reason(failure)
             trajectory = Trajectory.model_validate(kept.__dict__ | changes)
-        flight.advance(state, error=trajectory.error if state is SessionState.FAILED else None)
+        failed = state is SessionState.FAILED
+        flight.advance(state, error=trajectory.error if failed else None, failure=_reason(error) if failed else None)
         return Finished(flight.session, trajectory, flight.logs, isinstance(error, _HOPELESS))
 
     async def _through(self, flight: Flight) -> Reward | None:
@@ -278,8 +282,7 @@ class Node:
         async with self._build.take(priority):
             flight.advance(SessionState.BUILDING)
             with flight.timed("build"):
-                build = self.lifecycle.build(flight, prepared)
-                await flight.within(build, budgets.build or seconds.build, "building")
+                await self.lifecycle.build(flight, prepared, budgets.build or seconds.build)
         trajectory = flight.trajectory
         if prepared.evaluator is None or trajectory is None:
             return None
@@ -318,11 +321,15 @@ class Node:
         said = None if error is None else str(error) or repr(error)
         built = flight.trajectory or self._bare(flight, state, said)
         if flight.prepared is not None and flight.prepared.evaluator is not None and reward is None:
-            reward = Reward(value=0.0, evaluator=flight.prepared.evaluator.kind, status=RewardStatus.MISSING)
+            broken = isinstance(error, EvaluationFailed)
+            status = RewardStatus.FAILED if broken else RewardStatus.MISSING
+            kind = flight.prepared.evaluator.kind
+            reward = Reward(value=0.0, evaluator=kind, status=status, error=said if broken else None)
         fields = {
             "state": state,
             "end_reason": flight.end_reason,
             "error": said or built.error,
+            "failure": _reason(error) if state is SessionState.FAILED else built.failure,
             "timings": flight.timings,
             "metadata": {**built.metadata, **self._metadata(flight)},
         }
@@ -353,10 +360,18 @@ class Node:
             "sample": flight.session.sample,
             "attempt": flight.session.attempt,
             "exit_code": flight.exit_code,
-            "notes": flight.notes,
+            # File names of the agent's are in them, and they are stored as UTF-8.
+            "notes": [note.encode("utf-8", "backslashreplace").decode() for note in flight.notes],
             **({"task": flight.task.metadata} if flight.task.metadata else {}),
         }
         if flight.prepared is not None:
             known["harness_version"] = flight.prepared.harness.version
             known["sandbox"] = flight.prepared.runtime.name
         return known
+
+
+def _reason(error: BaseException | None) -> FailureReason:
+    """Which part of the infrastructure an error stands for."""
+    if isinstance(error, TowlineError):
+        return FailureReason(error.failure)
+    return FailureReason.STORAGE if isinstance(error, OSError) else FailureReason.INTERNAL

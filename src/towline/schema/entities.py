@@ -34,6 +34,8 @@ class Reward(Model):
     status: RewardStatus = RewardStatus.SCORED
     error: str | None = None
     """Why there is no score."""
+    cause: str | None = None
+    """Set when the agent made its own evaluation fail: what failed. The value is then the evaluator's lowest score."""
 
     @property
     def score(self) -> float | None:
@@ -46,6 +48,8 @@ class Reward(Model):
             raise ValueError("a failed reward needs an error that says why")
         if self.status is RewardStatus.SCORED and self.error:
             raise ValueError("a scored reward has no error")
+        if self.status is not RewardStatus.SCORED and self.cause:
+            raise ValueError("only a scored reward has a cause")
         return self
 
 
