@@ -67,6 +67,8 @@ class _Seam:
     """`E` ends the assistant's message; otherwise it opens the next one."""
     ids: tuple[str, ...] = ()
     """The stand-ins, by the calls' order."""
+    moves: bool = False
+    """Words or reasoning of a message with calls are shown behind it: a stand-in must not have them."""
 
     def expected(self, ids: Sequence[str]) -> str:
         """What stands between the sentinel and `E` for calls with these ids."""
@@ -99,6 +101,7 @@ class SentinelCodec:
         self.format = FORMATS[format or detect(template.source)]
         self._sentinel = "TOWLINE" + secrets.token_hex(8)
         self._probe = "TOWLINE" + secrets.token_hex(8)
+        self._words = "TOWLINE" + secrets.token_hex(8)
         self._probe_id = secrets.token_hex(4)[:7]
         """Begins the stand-ins for call ids: they have nine characters, which every template takes."""
         self._mark = "\ue0f5" + secrets.token_hex(8)
@@ -248,15 +251,19 @@ class SentinelCodec:
         *,
         prefill: bool = False,
         scope: Scope = Scope.REDUCED,
+        words: bool = False,
     ) -> str:
-        """The text behind the last sentinel, with as much of the history before it as `scope` says."""
+        """The text behind the last sentinel, with as much of the history before it as `scope` says.
+
+        With `words` the reply keeps its own, unless the template does not show the sentinel behind them.
+        """
         lead = self._lead(before, scope)
-        if scope is not Scope.REDUCED and self._dependence.notable(reply):
+        if words and scope is not Scope.REDUCED:
             try:
                 stand_in = self._stand_in(reply, shape, words=True)
                 return self._behind([*lead, stand_in, *new], frame, prefill=prefill, scope=scope)
             except TemplateError:
-                pass  # The template changes such words, the sentinel with them: without them it says what it can.
+                pass
         return self._behind([*lead, self._stand_in(reply, shape), *new], frame, prefill=prefill, scope=scope)
 
     def _behind(self, messages: Sequence[Message], frame: Frame, *, prefill: bool, scope: Scope) -> str:
@@ -285,7 +292,7 @@ class SentinelCodec:
         self,
         before: Sequence[Message],
         reply: Message,
-        shape: _Shape,
+        seam: _Seam,
         new: Sequence[Message],
         frame: Frame,
         *,
@@ -298,12 +305,13 @@ class SentinelCodec:
         """
 
         def after(scope: Scope) -> str:
-            return self._after(before, reply, shape, new, frame, prefill=prefill, scope=scope)
+            words = not seam.moves
+            return self._after(before, reply, seam.shape, new, frame, prefill=prefill, scope=scope, words=words)
 
         if self.check.needs_history or (frame.images and any(self.sees(m, frame) for m in (*before, *new))):
             # A template may number the images, from the first of the conversation on.
             return after(Scope.FULL)
-        key = self._history_key(before, reply, new, frame, f"{shape}{prefill}")
+        key = self._history_key(before, reply, new, frame, f"{seam.shape}{prefill}")
         known = self._scopes.get(key)
         if known is not None:
             return after(known)
@@ -370,9 +378,20 @@ class SentinelCodec:
             found = self._end_pattern.search(after)
             if found is not None:
                 end = found.group()
-                return _Seam(shape, after[: found.start()], end, self._ends[end], self._closes(reply, shape, frame))
+                closes, moves = self._closes(reply, shape, frame), self._moves(reply, shape, following, frame)
+                return _Seam(shape, after[: found.start()], end, self._ends[end], closes, moves=moves)
         reason = str(refusal or "no end-of-turn token follows the assistant's message in the template")
         raise Unbridgeable(ForkReason.TEMPLATE_REWRITE, reason)
+
+    def _moves(self, reply: Message, shape: _Shape, following: Message, frame: Frame) -> bool:
+        """Whether the template shows what a message with calls says behind the calls."""
+        if shape.speaks:
+            return False
+        saying = replace(reply, text=self._words, reasoning=self._words)
+        try:
+            return self._words in self._after([_ASKED], saying, shape, [following], frame, scope=Scope.FULL, words=True)
+        except TemplateError:
+            return False
 
     def _closes(self, reply: Message, shape: _Shape, frame: Frame) -> bool:
         """Whether the end belongs to the assistant's message: there is one even when nothing follows."""
@@ -420,7 +439,7 @@ class SentinelCodec:
         ids = [self._call_id(call.id) for call in reply.tool_calls]
         for own in (False, True):
             seam = self._seam(reply, new[0], frame, own=own)
-            after = self._suffix(before, reply, seam.shape, new, frame, prefill=prefill)
+            after = self._suffix(before, reply, seam, new, frame, prefill=prefill)
             expected = seam.expected(ids)
             if after.startswith(expected + seam.end):
                 return seam, after[len(expected) :]
@@ -504,7 +523,8 @@ class SentinelCodec:
     ) -> str | None:
         """The text after a reply with nothing left out before it; `None` if the template refuses the messages."""
         try:
-            return self._after(history, reply, self._seam(reply, new[0], frame).shape, new, frame, scope=Scope.FULL)
+            seam = self._seam(reply, new[0], frame)
+            return self._after(history, reply, seam.shape, new, frame, scope=Scope.FULL, words=not seam.moves)
         except (TemplateError, Unbridgeable):
             return None
 
