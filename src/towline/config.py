@@ -239,6 +239,9 @@ class ServerSettings(_Section):
     callback_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
     """Hosts (`name` or `name:port`) that a task's callback may name."""
     callback_tries: int = Field(8, ge=1)
+    quarantine_deaths: int = Field(3, ge=0)
+    """Node deaths after which a session that was running at each of them is suspected of causing them; 0: never. Suspects
+    run without other sessions, and one that keeps killing its node alone is quarantined: FAILED, and not tried again."""
     trust_submitters: bool = False
     """Whether keys of role `submit` may use the server's own machine in their tasks: its files, the process sandbox, an
     open network, modules to import. Admins may."""

@@ -87,14 +87,18 @@ class Nursery:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def start(self, data: Path, database: str, crash_at: str = "", serve: Sequence[str] = ()) -> Process:
+    def start(
+        self, data: Path, database: str, crash_at: str = "", serve: Sequence[str] = (), **settings: Any
+    ) -> Process:
         """A server that dies at the crash point named; with options of `towline serve`, that command."""
         name = secrets.token_hex(4)
         said, log = self._scratch / f"{name}.said", self._scratch / f"{name}.log"
         places = {"data": str(data), "database": database, "said": str(said), "log": str(log)}
         assert self._forker.stdin is not None
         assert self._forker.stdout is not None
-        self._forker.stdin.write(json.dumps(places | {"crash_at": crash_at, "serve": list(serve)}) + "\n")
+        self._forker.stdin.write(
+            json.dumps(places | {"crash_at": crash_at, "serve": list(serve), "settings": settings}) + "\n"
+        )
         self._forker.stdin.flush()
         # The first answer comes when everything is imported, which takes its time on a busy machine.
         assert select.select([self._forker.stdout], [], [], 2 * _PATIENCE)[0], "the forker does not answer"
@@ -170,7 +174,8 @@ def _run_server(order: dict[str, Any]) -> None:
     if order["serve"]:
         from towline.cli.serve import app
 
-        os.environ["TOWLINE_SERVER__DATABASE"] = order["database"]
+        for name, value in ({"database": order["database"]} | order["settings"]).items():
+            os.environ[f"TOWLINE_SERVER__{name.upper()}"] = str(value)
         app([*order["serve"], "--port", "0", "--data", order["data"], "--json"])
         return
 
@@ -183,7 +188,8 @@ def _run_server(order: dict[str, Any]) -> None:
     from towline.server.serving import serving
 
     async def serve() -> None:
-        settings = ServerSettings(port=0, data=Path(order["data"]), database=order["database"])
+        places = {"port": 0, "data": order["data"], "database": order["database"]}
+        settings = ServerSettings.model_validate(places | order["settings"])
         async with serving(settings, FakeRunner(capacity=16)) as running:
             print(json.dumps({"url": running.url}), flush=True)
             await asyncio.Event().wait()

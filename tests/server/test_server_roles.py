@@ -22,7 +22,9 @@ ROUTES: list[tuple[str, str, Any, set[str]]] = [
     ("GET", "/v1/tasks", None, {S, C, A}),
     ("GET", "/v1/tasks/{task_id}", None, {S, C, A}),
     ("DELETE", "/v1/tasks/{task_id}", None, {S, A}),
+    ("GET", "/v1/sessions", None, {S, C, A}),
     ("GET", "/v1/sessions/{session_id}", None, {S, C, A}),
+    ("GET", "/v1/sessions/{session_id}/log", None, {C, A}),
     ("GET", "/v1/sessions/{session_id}/trajectory", None, {C, A}),
     ("POST", "/v1/trajectories", {"session_ids": []}, {C, A}),
     ("GET", "/v1/results", None, {C, A}),
@@ -39,6 +41,7 @@ ROUTES: list[tuple[str, str, Any, set[str]]] = [
     ("DELETE", "/v1/keys/{key_id}", None, {A}),
     ("GET", "/metrics", None, {S, C, A}),
     ("GET", "/healthz", None, {S, C, A, "nobody", "stranger"}),
+    ("GET", "/livez", None, {S, C, A, "nobody", "stranger"}),
 ]
 
 

@@ -162,7 +162,7 @@ async def test_attempts(database: str, tmp_path: Path) -> None:
         await r.caller.submit(
             task("fails", 2, harness_options={"fail": [2, 0]}),
             task("lost", harness_options={"lose": 1}),
-            task("never", 2, max_attempts=2, harness_options={"fail": [9, 0]}),
+            task("never", 2, max_attempts=2, harness_options={"fail": [9, 0], "reason": "engine"}),
             task("gone", max_attempts=2, harness_options={"lose": 9}),
             task("hopeless", harness_options={"fail": 9, "hopeless": True}),
         )
@@ -171,21 +171,37 @@ async def test_attempts(database: str, tmp_path: Path) -> None:
         assert [(s.state.value, s.attempt, s.usable) for s in (sessions["fails", 0], sessions["fails", 1], sessions["lost", 0])] == [
             ("done", 3, True), ("done", 1, True), ("done", 2, True),
         ]  # fmt: skip
-        assert [(sessions[name, 0].state.value, sessions[name, 0].attempt, sessions[name, 0].usable, sessions[name, 0].error) for name in ("never", "gone", "hopeless")] == [
-            ("failed", 2, False, "the fake failed"),
-            ("failed", 2, False, "lost 2 times; at last: the fake node is gone"),
-            ("failed", 1, False, "the fake failed"),
+        assert [(sessions[name, 0].state.value, sessions[name, 0].attempt, sessions[name, 0].usable, sessions[name, 0].failure) for name in ("never", "gone", "hopeless")] == [
+            ("failed", 2, False, "engine"),
+            ("failed", 3, False, "quarantined"),  # lost with its node, alone, three times
+            ("failed", 1, False, "internal"),
         ]  # fmt: skip
-        groups = {one.task_id: [s.sample for s in one.sessions] for one in await r.caller.take(5, unit="group")}
+        assert sessions["never", 0].error == "the fake failed"
+        assert sessions["never", 0].notes == ["the engine answered: 500"]
+        assert "3 node deaths" in (sessions["gone", 0].error or "")
+        found = await r.caller.take(5, unit="group")
+        groups = {one.task_id: [s.sample for s in one.sessions] for one in found}
         # An infrastructure failure is no reward 0: a group that is not complete is dropped whole.
         assert groups == {"fails": [0, 1], "lost": [0], "never": [], "gone": [], "hopeless": []}
+        assert {one.task_id: one.reasons for one in found} == {
+            "fails": {},
+            "lost": {},
+            "never": {"engine": 1},
+            "gone": {"quarantined": 1},
+            "hopeless": {"internal": 1},
+        }
         tried = [name for name in r.runner.started if name.startswith("fails-0-")]
         assert [name.split("-")[2] for name in tried] == ["1", "2", "3"]
         for name in tried[:2]:
             archived = await r.caller.ok("GET", f"/v1/sessions/{name}")
             assert (archived["state"], archived["error"]) == ("failed", "the fake failed")
         status = await r.caller.ok("GET", "/v1/tasks/gone")
-        assert [(one["state"], one["attempt"]) for one in status["sessions"]] == [("lost", 2)]
+        assert [(one["state"], one["attempt"]) for one in status["sessions"]] == [("failed", 3)]
+        assert [(one["state"], one["attempt"], one["failure"], one["stage"]) for one in status["attempts"]] == [
+            ("lost", 1, "node", "running"),
+            ("lost", 2, "node", "running"),
+            ("failed", 3, "quarantined", "running"),
+        ]
 
 
 async def test_enough_samples_end_the_rest(database: str, tmp_path: Path) -> None:

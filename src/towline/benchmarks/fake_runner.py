@@ -1,9 +1,10 @@
 """A runner that runs nothing: sessions that end at once with a small, valid trajectory, for the server's own figures and
 tests.
 
-What a session does is in its task's `harness_options`: `seconds` before it ends, `fail` (how many attempts fail), `lose`
-(how many are lost with their node), `hopeless`, `empty` (nothing to learn from), `hang` (until it is cancelled). A list
-gives each sample its own.
+What a session does is in its task's `harness_options`: `seconds` before it ends, `fail` (how many attempts fail), `reason`
+(the `FailureReason` of those), `lose` (how many are lost with their node), `hopeless`, `empty` (nothing to learn from),
+`hang` (until it is cancelled; a number is that of the attempts that do), `outage` (it brings the engine down). A list gives
+each sample its own. While the breaker `engine:policy` is open, sessions fail blamelessly.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import numpy as np
 from towline.engines.base import PauseMode
 from towline.errors import EngineError
 from towline.schema import (
+    BreakerStatus,
     EndReason,
+    FailureReason,
     FidelityReport,
     Reward,
     SandboxKind,
@@ -32,10 +35,12 @@ from towline.schema import (
     Trajectory,
     Turn,
 )
-from towline.server.runner import InvalidTask, NodeLost
+from towline.server.runner import InvalidTask, NodeLost, NoLog, SessionLog
 
 _PROMPT, _SAMPLED = 24, 16
 """Tokens of a session."""
+ENGINE = "engine:policy"
+_OPTIONS = {"seconds", "fail", "reason", "lose", "hopeless", "empty", "hang", "outage"}
 
 
 @dataclass(slots=True)
@@ -43,6 +48,7 @@ class FakeOutcome:
     session: Session
     trajectory: Trajectory
     hopeless: bool = False
+    blameless: bool = False
 
     @property
     def usable(self) -> bool:
@@ -65,12 +71,51 @@ class FakeRunner:
         self.forgotten: list[str] = []
         self.erased: set[str] = set()
         self.closed = False
+        self.breakers: list[BreakerStatus] = []
+        self.hold = False
+        """Whether sessions that start wait for `release`."""
+        self._gate = asyncio.Event()
+        self.problems: list[str] = []
+        """What a probe finds."""
+        self.logs: dict[str, dict[str, bytes]] = {}
+        """Log files by session and name."""
+        self._on_breaker: Callable[[BreakerStatus], None] = lambda status: None
         self._flying: dict[str, asyncio.Event] = {}
 
-    def check(self, task: Task) -> None:
+    # Circuit breakers
+
+    def trip(self, component: str, reason: str = "") -> None:
+        """Open a breaker, or close it if there is no reason."""
+        before = next((one for one in self.breakers if one.component == component), None)
+        opened = (before.opened if before else 0) + bool(reason)
+        status = BreakerStatus(component=component, open=bool(reason), reason=reason, since=time.time(), opened=opened)
+        self.breakers = [one for one in self.breakers if one.component != component] + [status]
+        self._on_breaker(status)
+
+    def needs(self, component: str) -> bool:
+        return component in (ENGINE, "sandbox:bubblewrap")
+
+    def watch_breakers(self, changed: Callable[[BreakerStatus], None]) -> None:
+        self._on_breaker = changed
+
+    @property
+    def _outage(self) -> bool:
+        return any(one.open and one.component == ENGINE for one in self.breakers)
+
+    def release(self) -> None:
+        """Let sessions that `hold` keeps come to their ends."""
+        self._gate.set()
+        self._gate = asyncio.Event()
+
+    async def probe(self) -> list[str]:
+        return self.problems
+
+    # Sessions
+
+    async def check(self, task: Task) -> None:
         if task.harness != "fake":
             raise InvalidTask("harness", f"no harness {task.harness!r}; there is: fake")
-        unknown = set(task.harness_options) - {"seconds", "fail", "lose", "hopeless", "empty", "hang"}
+        unknown = set(task.harness_options) - _OPTIONS
         if unknown:
             raise InvalidTask("harness_options", f"harness fake has no option {min(unknown)!r}")
 
@@ -94,17 +139,31 @@ class FakeRunner:
                 session = session.advance(state, at=time.time())
                 if self.changed is not None:
                     self.changed(session)
-            seconds = 3600.0 if options.get("hang") else float(options.get("seconds", 0.0))
+            hang = options.get("hang", 0)
+            hangs = hang is True or session.attempt <= hang
+            seconds = 3600.0 if hangs else float(options.get("seconds", 0.0))
             if seconds:
                 await asyncio.wait([asyncio.ensure_future(cancelled.wait())], timeout=seconds)
+            elif self.hold:
+                await self._gate.wait()
             else:
                 await asyncio.sleep(0)
             if cancelled.is_set():
                 return self._ended(task, session, SessionState.CANCELLED, EndReason.CANCELLED)
             if session.attempt <= int(options.get("lose", 0)):
                 raise NodeLost("the fake node is gone")
+            reason = FailureReason(options.get("reason", "internal"))
+            if options.get("outage"):
+                self.trip(ENGINE, "down")
+                asyncio.get_running_loop().call_soon(self.trip, ENGINE)
+            if self._outage:
+                ended = self._ended(task, session, SessionState.FAILED, None, failure=FailureReason.ENGINE)
+                ended.blameless = True
+                return ended
             if session.attempt <= int(options.get("fail", 0)):
-                return self._ended(task, session, SessionState.FAILED, None, hopeless=bool(options.get("hopeless")))
+                ended = self._ended(task, session, SessionState.FAILED, None, failure=reason)
+                ended.hopeless = bool(options.get("hopeless"))
+                return ended
             session = session.advance(SessionState.BUILDING, at=time.time())
             return self._ended(task, session, SessionState.DONE, EndReason.EXITED, empty=bool(options.get("empty")))
         finally:
@@ -117,14 +176,16 @@ class FakeRunner:
         state: SessionState,
         end: EndReason | None,
         *,
-        hopeless: bool = False,
+        failure: FailureReason | None = None,
         empty: bool = False,
     ) -> FakeOutcome:
         error = "the fake failed" if state is SessionState.FAILED else "nothing was sampled" if empty else None
-        session = session.advance(state, at=time.time(), end_reason=end, error=error)
+        session = session.advance(state, at=time.time(), end_reason=end, error=error, failure=failure)
         full = state is SessionState.DONE and not empty
         trajectory = fake_trajectory(session, version=self.version, full=full, error=error)
-        return FakeOutcome(session, trajectory, hopeless)
+        if failure is FailureReason.ENGINE:
+            trajectory = trajectory.model_copy(update={"metadata": {"notes": ["the engine answered: 500"]}})
+        return FakeOutcome(session, trajectory)
 
     def cancel(self, session_id: str) -> None:
         if session_id in self._flying:
@@ -142,6 +203,13 @@ class FakeRunner:
 
     async def erase(self, session_ids: Collection[str]) -> None:
         self.erased.update(session_ids)
+
+    async def read_log(self, session_id: str, name: str, most: int) -> SessionLog:
+        logs = self.logs.get(session_id, {})
+        if name not in logs:
+            raise NoLog(sorted(logs))
+        data = logs[name]
+        return SessionLog(data[-most:], max(0, len(data) - most), sorted(logs))
 
     def nodes(self) -> list[dict[str, Any]]:
         return [{"name": self.name, "capacity": self.capacity, "active": len(self._flying)}]
@@ -176,6 +244,7 @@ def fake_trajectory(session: Session, *, version: int, full: bool, error: str | 
             group_id=session.task_id,
             state=session.state,
             end_reason=session.end_reason,
+            failure=session.failure,
             error=error,
             created=session.created,
         )

@@ -262,7 +262,7 @@ class AsyncClient:
             except httpx.HTTPError as error:
                 pause = connection.broken(error, backoff)
             else:
-                if answer.is_success:
+                if connection.answered(call, answer):
                     if len(answer.content) < _LARGE:
                         return call.read(answer.content)
                     return await asyncio.to_thread(call.read, answer.content)

@@ -269,7 +269,7 @@ class Client:
             except httpx.HTTPError as error:
                 pause = connection.broken(error, backoff)
             else:
-                if answer.is_success:
+                if connection.answered(call, answer):
                     return call.read(answer.content)
                 pause = connection.refused(answer, backoff)
             time.sleep(pause)

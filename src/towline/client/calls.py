@@ -62,6 +62,8 @@ class Call(Generic[T]):
     accept: str = "application/json"
     waits: float = 0.0
     """Seconds that the service may take on purpose, beyond what an answer usually takes."""
+    also: frozenset[int] = frozenset()
+    """Statuses besides 2xx that are answers."""
 
 
 # Tasks
@@ -197,7 +199,8 @@ def nodes() -> Call[list[dict[str, Any]]]:
 
 
 def health() -> Call[dict[str, Any]]:
-    return Call("GET", "/healthz", _reads(dict[str, Any]))
+    # A service that is held or broken says so with 503, at once.
+    return Call("GET", "/healthz", _reads(dict[str, Any]), also=frozenset({503}))
 
 
 # Reading answers

@@ -53,6 +53,11 @@ class Connection:
         resumed = {} if after is None else {"Last-Event-ID": str(after)}
         return {"headers": {"Accept": "text/event-stream"} | resumed, "timeout": self.timeout}
 
+    def answered(self, call: Call[Any], answer: httpx.Response) -> bool:
+        """Whether this is the service's answer to the call; a proxy before it answers in its own words."""
+        spoken = answer.headers.get("Content-Type", "").startswith("application/json")
+        return answer.is_success or (answer.status_code in call.also and spoken)
+
     def refused(self, answer: httpx.Response, backoff: Backoff) -> float:
         """The seconds to pause before another attempt; raises for what another attempt does not change."""
         if answer.status_code in AGAIN:

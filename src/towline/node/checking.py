@@ -13,7 +13,7 @@ from towline.errors import ConfigError
 from towline.evaluators.registry import make_evaluator
 from towline.harnesses.base import Harness, Place
 from towline.harnesses.registry import find_harness
-from towline.schema import POLICY, Network, SandboxKind, Task
+from towline.schema import POLICY, Environment, Network, SandboxKind, Task
 
 _ON_THE_NODE = ("harbor", "python")
 """Evaluators that read the node's files or run in its process."""
@@ -40,6 +40,19 @@ def problems(task: Task, defaults: SessionSettings, engines: Collection[str] = (
                 yield f"{place}.files[{index}].source", f"{file.source} is not there"
     if environment.build and not (Path(environment.build) / "Dockerfile").is_file():
         yield "environment.build", f"{environment.build} holds no Dockerfile"
+
+
+def root_problems(environment: Environment, sandbox: SandboxKind) -> Iterator[str]:
+    """What is wrong with the root that an environment names, for the runtime that it runs in."""
+    root = environment.root
+    if sandbox is SandboxKind.PROCESS and root:
+        yield "process sandboxes have no root of their own: use bubblewrap, docker or apptainer"
+    elif sandbox is SandboxKind.APPTAINER and not root and not environment.build:
+        yield "apptainer sandboxes need a root of their own: name a folder or a tar file"
+    elif sandbox is SandboxKind.DOCKER and not root and not environment.build:
+        yield "docker sandboxes need a root of their own: name an image, a folder or a tar file"
+    elif root and (sandbox is not SandboxKind.DOCKER or root.startswith((".", "/", "~"))) and not Path(root).exists():
+        yield f"there is no root file system at {root!r} on this node; give a folder or a tar file"
 
 
 def _options(harness: Harness, task: Task) -> Iterator[tuple[str, str]]:

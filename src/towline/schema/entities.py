@@ -130,6 +130,8 @@ class Session(Model):
     end_reason: EndReason | None = None
     failure: FailureReason | None = None
     """Why it is FAILED or LOST."""
+    stage: SessionState | None = None
+    """The last stage that it reached before it ended, where the service knows it."""
     error: str | None = None
     node: str = ""
     created: float = 0.0

@@ -75,6 +75,8 @@ class TaskStatus(Model):
     updated: float
     sessions: list[Session] = Field(default_factory=list)
     """The latest attempt of every sample; empty in lists of tasks."""
+    attempts: list[Session] = Field(default_factory=list)
+    """Every attempt at every sample, in order, the latest included; empty in lists of tasks."""
 
 
 class SessionResult(Model):
@@ -100,6 +102,8 @@ class SessionResult(Model):
     stale: bool = False
     """Older than the consumer or the task wants."""
     finished: float
+    notes: list[str] = Field(default_factory=list)
+    """What the node noted about the session, such as what the engine answered when it failed."""
     metadata: Json = Field(default_factory=dict)
     """The task's own."""
 
@@ -113,6 +117,9 @@ class Result(Model):
     task_id: Id
     sessions: list[SessionResult]
     """One, or the usable ones of a complete group; none of a group that cannot be complete and is dropped whole."""
+    reasons: dict[str, Count] = Field(default_factory=dict)
+    """Of a group without sessions: why its samples are not usable, counted. A `FailureReason`, `cancelled`, `unscored` (no
+    reward) or `untrained` (no trained tokens)."""
     delivery: int = Field(ge=1)
     """How often this consumer was handed it."""
     lease_until: float
@@ -163,7 +170,7 @@ class Event(Model):
     seq: Count
     at: float
     kind: str
-    """`task`, `session`, `result`, `policy`; `missed` for those that are no longer kept."""
+    """`task`, `session`, `result`, `policy`, `breaker`; `missed` for those that are no longer kept."""
     body: Json
 
 

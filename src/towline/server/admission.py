@@ -14,7 +14,7 @@ from towline.server.queueing import Written, written
 from towline.server.runner import InvalidTask, Runner
 
 
-def admit(task: Task, field: str, *, runner: Runner, settings: ServerSettings, trusted: bool) -> Written:
+async def admit(task: Task, field: str, *, runner: Runner, settings: ServerSettings, trusted: bool) -> Written:
     """The task as it is stored; raises `Invalid` or `Forbidden`."""
 
     def at(name: str) -> str:
@@ -33,7 +33,7 @@ def admit(task: Task, field: str, *, runner: Runner, settings: ServerSettings, t
             )
     one = written(task, field)
     try:
-        runner.check(task)
+        await runner.check(task)
     except InvalidTask as error:
         raise Invalid(str(error), field=at(error.field)) from error
     return one

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,10 +43,12 @@ def make_app(service: Service) -> FastAPI:
         version=__version__,
         summary="Rollouts as a service: submit tasks, lease token-exact trajectories.",
         responses=refusals,
+        dependencies=[Depends(_known_parameters)],
     )
     app.state.service = service
     app.include_router(routes.router)
     app.add_api_route("/healthz", _health, methods=["GET"], tags=["service"], response_model=dict[str, Any])
+    app.add_api_route("/livez", _alive, methods=["GET"], tags=["service"], response_model=dict[str, Any])
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["service"], response_class=Response)
     app.add_exception_handler(ServiceError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -58,14 +62,37 @@ def make_app(service: Service) -> FastAPI:
 
 
 async def _health(request: Request) -> Response:
-    """For probes: 200 while the service works. Needs no key."""
+    """For monitors: 200 while sessions run (`ok`, `degraded`), 503 while none can (`held`, `broken`, `stopping`). No key."""
     told = request.app.state.service.health()
-    return JSONResponse(told, 200 if told["status"] == "ok" else 503)
+    return JSONResponse(told, 200 if told["status"] in ("ok", "degraded") else 503)
+
+
+async def _alive(request: Request) -> Response:
+    """For supervisors: 503 if only a restart helps. An engine, a sandbox or a database that is away is no reason. No key."""
+    broken = request.app.state.service.scheduler.broken
+    return JSONResponse({"alive": not broken, "error": broken or None}, 503 if broken else 200)
 
 
 async def _metrics(service: routes.ServiceOf, caller: routes.Reader) -> Response:
     """For Prometheus."""
-    return Response(service.figures(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await service.figures(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _known_parameters(request: Request) -> None:
+    """Refuse what the route does not know: a parameter that is ignored silently is one that its caller relies on."""
+    route = request.scope["route"]
+    assert isinstance(route, APIRoute)
+    known = sorted(_parameters(route.dependant))
+    for name in request.query_params:
+        if name not in known:
+            there = f"it knows: {', '.join(known)}" if known else "it takes none"
+            raise ServiceError(f"{route.path} has no query parameter {name[:100]!r}; {there}", field=name[:100])
+
+
+def _parameters(dependant: Dependant) -> set[str]:
+    """The query parameters of a route and of what it depends on."""
+    inner = [_parameters(one) for one in dependant.dependencies]
+    return {field.alias for field in dependant.query_params}.union(*inner)
 
 
 # Problems
@@ -113,7 +140,9 @@ async def _database(request: Request, error: Exception) -> Response:
 
 async def _away(request: Request, error: Exception) -> Response:
     """A database that refuses connections, or a disk that does: later it may not."""
-    log.warning("%s %s: the database or the trajectories are away: %s", request.method, request.url.path, error)
+    service: Service = request.app.state.service
+    if not service.store.outage.reason:
+        service.unreadable.met(f"{request.method} {request.url.path}: {error}")
     return _problem(503, "the database, or the place of the trajectories, is away", retry_after=2)
 
 

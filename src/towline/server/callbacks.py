@@ -72,7 +72,7 @@ class Callbacks:
                     await asyncio.gather(*(self._tell(web, row) for row in due))
                     pause = 0.0 if due else await self._until_next()
                 except (SQLAlchemyError, OSError) as error:
-                    log.warning("callbacks wait: %s", error)
+                    log.debug("callbacks wait for the database: %s", error)
                     pause = 5.0
                 if pause:
                     await self.signal.wait(count, pause)

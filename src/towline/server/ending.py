@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Row, bindparam, insert, select, update
+from sqlalchemy import ColumnElement, Row, bindparam, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from towline.schema import EndReason, SessionResult, SessionState, TaskState, Unit
+from towline.schema import EndReason, FailureReason, SessionResult, SessionState, TaskState, Unit
 from towline.schema.files import dump_json, load_json
 from towline.server import names, tables
 from towline.server.rows import Ending, clean, ended_event, row_event, waiting_row
-from towline.server.rules import Group, Verdict, final_state, tried_again, verdict
+from towline.server.rules import Group, Verdict, final_state, strikes_after, tried_again, verdict
 from towline.server.store import Store, add_events, chunks, take
 from towline.server.tables import Phase
 
-_FIELDS = ("state", "end_reason", "error", "segment", "place", "sha256", "updated")
+_FIELDS = ("state", "end_reason", "failure", "stage", "error", "segment", "place", "sha256", "updated")
 _END = (
     update(tables.sessions)
     .where(tables.sessions.c.session_id == bindparam("id"))
@@ -39,7 +39,7 @@ class Effects:
     """Tasks of which no session is left."""
     fenced: list[Ending] = field(default_factory=list)
     """Endings that came too late."""
-    ended: list[SessionState] = field(default_factory=list)
+    ended: list[Ending] = field(default_factory=list)
     waiting: int = 0
     """Change of the number of sessions that wait."""
     published: int = 0
@@ -49,10 +49,11 @@ class Effects:
 class Ender:
     """One transaction's worth of endings."""
 
-    def __init__(self, store: Store, tx: AsyncConnection, at: float):
+    def __init__(self, store: Store, tx: AsyncConnection, at: float, *, quarantine_deaths: int = 0):
         self.store = store
         self.tx = tx
         self.at = at
+        self._quarantine_deaths = quarantine_deaths
         self.effects = Effects()
         self._tasks: dict[str, Row[Any]] = {}
         self._groups: dict[str, Group] = {}
@@ -121,6 +122,8 @@ class Ender:
             "id": ending.session_id,
             "to_state": ending.state.value,
             "to_end_reason": ending.end_reason.value if ending.end_reason else None,
+            "to_failure": ending.failure.value if ending.failure else None,
+            "to_stage": ending.stage.value,
             "to_error": error,
             "to_segment": piece.segment if piece else None,
             "to_place": piece.place if piece else None,
@@ -134,17 +137,22 @@ class Ender:
         task, group = self._tasks[ending.task_id], self._groups[ending.task_id]
         self._happened += ending.steps
         self._happened.append(("session", ended_event(ending)))
-        self.effects.ended.append(ending.state)
-        strikes += ending.strike
-        again = tried_again(
-            ending.state, hopeless=ending.hopeless, strikes=strikes, max_attempts=task.max_attempts, group=group
+        self.effects.ended.append(ending)
+        strikes = strikes_after(
+            ending.state, strikes, attempt=ending.attempt, deaths=ending.deaths, blameless=ending.blameless
         )
-        if again:
+        hopeless = ending.hopeless or ending.failure is FailureReason.QUARANTINED
+        ending.retried = tried_again(
+            ending.state, hopeless=hopeless, strikes=strikes, max_attempts=task.max_attempts, group=group
+        )
+        if ending.retried:
             await self._try_again(ending, task, strikes)
             return
         group.finished += 1
         group.usable += ending.usable
         self._publish_session(ending, task, final_state(ending.state, group))
+        if ending.failure is FailureReason.QUARANTINED:
+            await self._quarantine_suspects(ending)
         found = verdict(group)
         if found is not Verdict.WAIT:
             group.state = TaskState.DONE
@@ -157,39 +165,56 @@ class Ender:
         await self.tx.execute(
             update(table).where(table.c.session_id == ending.session_id).values(latest=False, updated=self.at)
         )
-        attempt = ending.attempt + 1
-        fresh = waiting_row(task.task_id, task.number, task.priority, ending.sample, attempt, strikes, self.at)
+        fresh = waiting_row(
+            task.task_id,
+            task.number,
+            task.priority,
+            ending.sample,
+            self.at,
+            attempt=ending.attempt + 1,
+            strikes=strikes,
+            deaths=ending.deaths,
+            company=ending.company,
+        )
         await self.tx.execute(insert(table), [fresh])
         self._happened.append(("session", row_event(fresh)))
         self.effects.waiting += 1
 
     async def _stop_rest(self, task_id: str) -> None:
         """Sessions that wait end here; those under way are told to."""
+        table = tables.sessions
+        await self._end_waiting(task_id, (), state=SessionState.CANCELLED, end_reason=EndReason.CANCELLED)
+        active = select(table.c.session_id).where(table.c.task_id == task_id, table.c.phase == Phase.ACTIVE)
+        self.effects.stop += list((await self.tx.execute(active)).scalars())
+
+    async def _quarantine_suspects(self, found: Ending) -> None:
+        """What one sample of a task is quarantined for, its others that are suspected of the same are not to repeat."""
+        suspected = (tables.sessions.c.deaths >= self._quarantine_deaths,)
+        reason = FailureReason.QUARANTINED
+        await self._end_waiting(
+            found.task_id, suspected, state=SessionState.FAILED, failure=reason, error=clean(found.error)
+        )
+
+    async def _end_waiting(self, task_id: str, which: Sequence[ColumnElement[bool]], **end: Any) -> None:
+        """Sessions of the task that wait end here, unseen by any node."""
         table, task, group = tables.sessions, self._tasks[task_id], self._groups[task_id]
-        waits = (table.c.task_id == task_id, table.c.phase == Phase.WAITING)
         ended = await self.tx.execute(
             update(table)
-            .where(*waits)
-            .values(phase=Phase.ENDED, state=SessionState.CANCELLED, end_reason=EndReason.CANCELLED, updated=self.at)
+            .where(table.c.task_id == task_id, table.c.phase == Phase.WAITING, *which)
+            .values(phase=Phase.ENDED, updated=self.at, **end)
             .returning(table.c.session_id, table.c.sample, table.c.attempt, table.c.epoch)
         )
         for row in sorted(ended, key=lambda row: row.sample):
-            state, reason = SessionState.CANCELLED, EndReason.CANCELLED
-            ending = Ending(row.session_id, task_id, row.sample, row.attempt, row.epoch, state, reason)
+            ending = Ending(row.session_id, task_id, row.sample, row.attempt, row.epoch, **end)
             group.finished += 1
             self.effects.waiting -= 1
-            self.effects.ended.append(ending.state)
+            self.effects.ended.append(ending)
             self._happened.append(("session", ended_event(ending)))
             self._publish_session(ending, task, ending.state)
-        active = select(table.c.session_id).where(table.c.task_id == task_id, table.c.phase == Phase.ACTIVE)
-        self.effects.stop += list((await self.tx.execute(active)).scalars())
 
     # Results
 
     def _publish_session(self, ending: Ending, task: Row[Any], state: SessionState) -> None:
-        error = clean(ending.error)
-        if state is SessionState.FAILED and ending.state is SessionState.LOST:
-            error = f"lost {ending.attempt} times; at last: {error or 'unknown'}"
         body = SessionResult(
             session_id=ending.session_id,
             task_id=ending.task_id,
@@ -197,7 +222,8 @@ class Ender:
             attempt=ending.attempt,
             state=state,
             end_reason=ending.end_reason,
-            error=error,
+            failure=ending.failure,
+            error=clean(ending.error),
             reward=ending.reward,
             reward_status=ending.reward_status,
             usable=ending.usable,
@@ -205,6 +231,7 @@ class Ender:
             trained_tokens=ending.trained_tokens,
             lowest_version=ending.lowest_version,
             finished=self.at,
+            notes=ending.notes,
             metadata=load_json(task.body).get("metadata", {}),
         )
         self._results.append(

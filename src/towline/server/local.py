@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from towline.engines.base import PauseMode
 from towline.errors import TowlineError
-from towline.node.checking import problems, reaches
+from towline.node.checking import problems, reaches, root_problems
 from towline.node.pipeline import Node
-from towline.schema import EndReason, SandboxKind, Session, Task, Trajectory
-from towline.server.runner import InvalidTask, Outcome
+from towline.schema import POLICY, BreakerStatus, EndReason, SandboxKind, Session, Task, Trajectory
+from towline.server.runner import InvalidTask, NoLog, Outcome, SessionLog
 
 log = logging.getLogger("towline.server")
+_LOOK_AGAIN = 30.0
+"""Seconds until a runtime that was not there is looked for again."""
 
 
 class NodeRunner:
@@ -29,6 +33,8 @@ class NodeRunner:
     def __init__(self, node: Node):
         self.node = node
         self._tasks: dict[str, Task] = {}
+        self._runtimes: dict[SandboxKind, tuple[float, str]] = {}
+        """When each was looked for, and why it cannot be used."""
 
     @property
     def capacity(self) -> int:
@@ -47,13 +53,45 @@ class NodeRunner:
     def watch(self, changed: Callable[[Session], None]) -> None:
         self.node.changed = changed
 
+    # Circuit breakers
+
+    @property
+    def breakers(self) -> Sequence[BreakerStatus]:
+        return self.node.breakers
+
+    def needs(self, component: str) -> bool:
+        return component in (f"engine:{POLICY}", f"sandbox:{self.node.settings.sandbox.value}")
+
+    def watch_breakers(self, changed: Callable[[BreakerStatus], None]) -> None:
+        self.node.on_breaker = changed
+
+    async def probe(self) -> list[str]:
+        return await self.node.probe()
+
     # Tasks
 
-    def check(self, task: Task) -> None:
+    async def check(self, task: Task) -> None:
         for field, reason in problems(
             task, self.node.gateway.defaults, [lane.name for lane in self.node.gateway.lanes if not lane.trained]
         ):
             raise InvalidTask(field, reason)
+        named = task.environment.sandbox
+        if named is not None and (missing := await self._missing(named)):
+            raise InvalidTask("environment.sandbox", f"{named.value} sandboxes do not work on this node: {missing}")
+        for reason in root_problems(task.environment, named or self.node.settings.sandbox):
+            raise InvalidTask("environment.root", reason)
+
+    async def _missing(self, kind: SandboxKind) -> str:
+        """Why a runtime cannot be used at all; empty if it can. One that worked once is taken to be back some time."""
+        at, problem = self._runtimes.get(kind, (0.0, ""))
+        if not at or (problem and time.monotonic() - at > _LOOK_AGAIN):
+            try:
+                await self.node.runtimes.get(kind)
+                problem = ""
+            except (TowlineError, OSError) as error:
+                problem = str(error)
+            self._runtimes[kind] = (time.monotonic(), problem)
+        return problem
 
     def reaches(self, task: Task) -> list[str]:
         found = list(reaches(task))
@@ -110,6 +148,11 @@ class NodeRunner:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(shutil.rmtree, self.node.data / "sessions" / session_id)
 
+    # Logs
+
+    async def read_log(self, session_id: str, name: str, most: int) -> SessionLog:
+        return await asyncio.to_thread(_read_log, self.node.data / "sessions" / session_id, name, most)
+
     # The rest
 
     def nodes(self) -> list[dict[str, Any]]:
@@ -151,3 +194,17 @@ class NodeRunner:
 
     async def close(self) -> None:
         return None
+
+
+def _read_log(folder: Path, name: str, most: int) -> SessionLog:
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+    except FileNotFoundError:
+        names = []
+    if name not in names:
+        raise NoLog(names)
+    with open(os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        left_out = max(0, os.fstat(file.fileno()).st_size - most)
+        file.seek(left_out)
+        return SessionLog(file.read(most), left_out, names)

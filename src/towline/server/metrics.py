@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from towline.schema import BreakerStatus, FailureReason, SessionState, Trajectory
+from towline.server.reading import Standing
+from towline.server.rows import Ending
+
+_SECONDS = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
 class Metrics:
@@ -13,6 +21,20 @@ class Metrics:
             "towline_submissions_refused", "Submissions that found the queue full", registry=registry
         )
         self.sessions = Counter("towline_sessions_ended", "Sessions by end", ["state"], registry=registry)
+        self.failures = Counter(
+            "towline_sessions_failed", "Failed and lost sessions", ["reason", "stage"], registry=registry
+        )
+        self.retries = Counter("towline_sessions_retried", "Sessions tried again", ["reason"], registry=registry)
+        self.stage_seconds = Histogram(
+            "towline_stage_seconds", "Duration of a session's stages", ["stage"], buckets=_SECONDS, registry=registry
+        )
+        self.turns = Counter("towline_turns", "Turns of sessions that ended", registry=registry)
+        self.sampled = Counter("towline_sampled_tokens", "Tokens sampled in those turns", registry=registry)
+        self.engine_errors = Counter(
+            "towline_engine_errors", "Sessions that failed on an engine", ["reason"], registry=registry
+        )
+        for reason in (FailureReason.ENGINE, FailureReason.STALL):
+            self.engine_errors.labels(reason.value)
         self.delivered = Counter("towline_results_delivered", "Results handed out", ["unit"], registry=registry)
         self.acked = Counter("towline_results_acked", "Results acknowledged", registry=registry)
         self.dropped = Counter("towline_results_dropped", "Stale results passed over", ["unit"], registry=registry)
@@ -22,6 +44,56 @@ class Metrics:
         self.active = Gauge("towline_sessions_active", "Sessions on a node", registry=registry)
         self.version = Gauge("towline_policy_version", "Policy version", registry=registry)
         self.paused = Gauge("towline_policy_paused", "1 while sampling is paused", registry=registry)
+        self.held = Gauge("towline_queue_held", "1 while no session is started, whatever waits", registry=registry)
+        self.broken = Gauge(
+            "towline_broken", "1 if the scheduler or the journal needs a restart of the server", registry=registry
+        )
+        self.database = Gauge("towline_database_up", "0 while the database is away", registry=registry)
+        self.breaker_open = Gauge(
+            "towline_breaker_open", "1 while the circuit breaker is open", ["component"], registry=registry
+        )
+        self.breaker_opened = Gauge(
+            "towline_breaker_openings", "How often the circuit breaker opened", ["component"], registry=registry
+        )
+        self.lag = Gauge(
+            "towline_consumer_lag",
+            "Results that a consumer has not been handed",
+            ["consumer", "unit"],
+            registry=registry,
+        )
+        self.leases = Gauge("towline_leases_open", "Results on lease", ["consumer", "unit"], registry=registry)
+        self.disk_free = Gauge("towline_disk_free_bytes", "Free space of the data folder", registry=registry)
+
+    def session(self, trajectory: Trajectory) -> None:
+        """What a session did, however it ended."""
+        for stage, seconds in trajectory.timings.items():
+            self.stage_seconds.labels(stage).observe(seconds)
+        self.turns.inc(len(trajectory.turns))
+        self.sampled.inc(sum(len(turn.sampled) for turn in trajectory.turns))
+
+    def ended(self, ending: Ending) -> None:
+        """An end that is written."""
+        self.sessions.labels(ending.state.value).inc()
+        if ending.state not in (SessionState.FAILED, SessionState.LOST):
+            return
+        reason = ending.failure or FailureReason.INTERNAL
+        self.failures.labels(reason.value, ending.stage.value).inc()
+        if ending.retried:
+            self.retries.labels(reason.value).inc()
+        if reason in (FailureReason.ENGINE, FailureReason.STALL):
+            self.engine_errors.labels(reason.value).inc()
+
+    def breakers(self, statuses: Iterable[BreakerStatus]) -> None:
+        for one in statuses:
+            self.breaker_open.labels(one.component).set(one.open)
+            self.breaker_opened.labels(one.component).set(one.opened)
+
+    def consumers(self, standings: Iterable[Standing]) -> None:
+        self.lag.clear()
+        self.leases.clear()
+        for one in standings:
+            self.lag.labels(one.consumer, one.unit).set(one.lag)
+            self.leases.labels(one.consumer, one.unit).set(one.leases)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -120,7 +120,7 @@ async def _insert(tx: AsyncConnection, fresh: Sequence[Written], first: int, at:
             }
         )
         session_rows += [
-            waiting_row(task.task_id, number, task.priority, sample, 1, 0, at) for sample in range(task.num_samples)
+            waiting_row(task.task_id, number, task.priority, sample, at) for sample in range(task.num_samples)
         ]
     await tx.execute(insert(tables.tasks), task_rows)
     for some in chunks(session_rows):
@@ -137,10 +137,21 @@ class Claimed:
     session: Session
     body: bytes
     """The task's."""
+    deaths: int
+    """Node deaths at which its sample was running."""
+    company: int
+    """Sessions that were running at the last of them."""
 
 
-async def claim(tx: AsyncConnection, count: int, *, epoch: int, node: str, at: float) -> list[Claimed]:
-    """The most urgent sessions that wait, now this server's."""
+async def suspects(tx: AsyncConnection, deaths: int) -> list[int]:
+    """How many sessions were running at the last node death of each that waits and was running at so many."""
+    table = tables.sessions
+    query = select(table.c.company).where(table.c.phase == Phase.WAITING, table.c.deaths >= deaths)
+    return list((await tx.execute(query)).scalars())
+
+
+async def claim(tx: AsyncConnection, count: int, *, epoch: int, node: str, at: float, deaths: int = 0) -> list[Claimed]:
+    """The most urgent sessions that wait, now this server's; with `deaths` those that were running at so many."""
     sessions, tasks = tables.sessions, tables.tasks
     waiting = (
         select(sessions.c.session_id, sessions.c.task_id)
@@ -148,6 +159,8 @@ async def claim(tx: AsyncConnection, count: int, *, epoch: int, node: str, at: f
         .order_by(sessions.c.urgency, sessions.c.number, sessions.c.sample)
         .limit(count)
     )
+    if deaths:
+        waiting = waiting.where(sessions.c.deaths >= deaths)
     # Tasks are locked before sessions, as everywhere; a session that changed hands in between is left alone below.
     found = list(await tx.execute(waiting))
     if not found:
@@ -170,7 +183,7 @@ async def claim(tx: AsyncConnection, count: int, *, epoch: int, node: str, at: f
     )
     told = [("task", {"task_id": name, "state": TaskState.RUNNING.value}) for name in begun.scalars()]
     await add_events(tx, told, at)
-    return [Claimed(session_of(row), bodies[row.task_id]) for row in rows]
+    return [Claimed(session_of(row), bodies[row.task_id], row.deaths, row.company) for row in rows]
 
 
 async def write_steps(tx: AsyncConnection, steps: Sequence[Session], epoch: int, at: float) -> None:
@@ -209,6 +222,8 @@ def session_of(row: Any) -> Session:
         attempt=row.attempt,
         state=SessionState(row.state),
         end_reason=row.end_reason,
+        failure=row.failure,
+        stage=row.stage,
         error=row.error,
         node=row.node,
         created=row.created,

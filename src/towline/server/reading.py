@@ -3,27 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import Row, select
+from sqlalchemy import Row, func, select, tuple_
 
-from towline.schema import Session, TaskState, TaskStatus
+from towline.schema import FailureReason, Session, SessionState, TaskState, TaskStatus
 from towline.server import tables
 from towline.server.errors import NotFound
 from towline.server.queueing import session_of
 from towline.server.segments import Piece
 from towline.server.store import Store, chunks
 
+_CONSUMERS = 100
+"""Most consumers in the figures: names are chosen by clients, and each makes a series."""
+
+
+class Order(StrEnum):
+    """Of sessions in a list, by when their tasks were submitted."""
+
+    OLDEST = "oldest"
+    NEWEST = "newest"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionQuery:
+    """Which sessions to list."""
+
+    state: SessionState | None = None
+    reason: FailureReason | None = None
+    task: str | None = None
+    after: str | None = None
+    """The last session of the page before."""
+    order: Order = Order.OLDEST
+    limit: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a consumer is."""
+
+    consumer: str
+    unit: str
+    lag: int
+    """Results that it has not been handed."""
+    leases: int
+    """Results that it holds."""
+
 
 async def task_status(store: Store, task_id: str) -> TaskStatus:
-    """The task with the latest attempt of every sample."""
+    """The task with every attempt."""
     tasks, sessions = tables.tasks, tables.sessions
     async with store.read() as tx:
         row = (await tx.execute(select(tasks).where(tasks.c.task_id == task_id))).one_or_none()
         if row is None:
             raise NotFound(f"no task {task_id!r}")
-        query = select(sessions).where(sessions.c.task_id == task_id, sessions.c.latest).order_by(sessions.c.sample)
-        return _status(row, [session_of(found) for found in await tx.execute(query)])
+        query = select(sessions).where(sessions.c.task_id == task_id)
+        rows = list(await tx.execute(query.order_by(sessions.c.sample, sessions.c.attempt)))
+    attempts = [session_of(found) for found in rows]
+    latest = [one for one, found in zip(attempts, rows, strict=True) if found.latest]
+    return _status(row, latest, attempts)
 
 
 async def task_list(store: Store, state: TaskState | None, after: str | None, limit: int) -> list[TaskStatus]:
@@ -36,12 +76,12 @@ async def task_list(store: Store, state: TaskState | None, after: str | None, li
         if after is not None:
             number = await tx.scalar(select(table.c.number).where(table.c.task_id == after))
             if number is None:
-                raise NotFound(f"no task {after!r} to go on after")
+                raise NotFound(f"no task {after!r} to continue after")
             query = query.where(table.c.number > number)
-        return [_status(row, []) for row in await tx.execute(query)]
+        return [_status(row, [], []) for row in await tx.execute(query)]
 
 
-def _status(row: Row[Any], sessions: list[Session]) -> TaskStatus:
+def _status(row: Row[Any], sessions: list[Session], attempts: list[Session]) -> TaskStatus:
     return TaskStatus(
         task_id=row.task_id,
         state=TaskState(row.state),
@@ -51,6 +91,7 @@ def _status(row: Row[Any], sessions: list[Session]) -> TaskStatus:
         created=row.created,
         updated=row.updated,
         sessions=sessions,
+        attempts=attempts,
     )
 
 
@@ -61,6 +102,46 @@ async def session(store: Store, session_id: str) -> Session:
     if row is None:
         raise NotFound(f"no session {session_id!r}")
     return session_of(row)
+
+
+async def session_list(store: Store, wanted: SessionQuery) -> list[Session]:
+    """Sessions of all attempts: by task, sample and attempt, in the order that the tasks came or from the newest."""
+    table = tables.sessions
+    place = (table.c.number, table.c.sample, table.c.attempt)
+    newest = wanted.order is Order.NEWEST
+    query = select(table).order_by(*(column.desc() if newest else column for column in place)).limit(wanted.limit)
+    if wanted.state is not None:
+        query = query.where(table.c.state == wanted.state.value)
+    if wanted.reason is not None:
+        query = query.where(table.c.failure == wanted.reason.value)
+    if wanted.task is not None:
+        query = query.where(table.c.task_id == wanted.task)
+    async with store.read() as tx:
+        if wanted.after is not None:
+            last = (await tx.execute(select(*place).where(table.c.session_id == wanted.after))).one_or_none()
+            if last is None:
+                raise NotFound(f"no session {wanted.after!r} to continue after")
+            behind = tuple_(*place) < tuple_(*last) if newest else tuple_(*place) > tuple_(*last)
+            query = query.where(behind)
+        return [session_of(row) for row in await tx.execute(query)]
+
+
+async def consumers(store: Store) -> list[Standing]:
+    """Where the consumers are that were seen last."""
+    table, results, leases = tables.consumers, tables.results, tables.leases
+    found = []
+    async with store.read() as tx:
+        held = select(leases.c.consumer, leases.c.unit, func.count().label("held")).group_by(
+            leases.c.consumer, leases.c.unit
+        )
+        holding = {(row.consumer, row.unit): row.held for row in await tx.execute(held)}
+        for row in list(await tx.execute(select(table).order_by(table.c.seen.desc()).limit(_CONSUMERS))):
+            behind = [results.c.unit == row.unit, results.c.seq > row.cursor]
+            if row.prefix:
+                behind.append(results.c.task_id.startswith(row.prefix, autoescape=True))
+            lag = await tx.scalar(select(func.count()).select_from(results).where(*behind))
+            found.append(Standing(row.name, row.unit, int(lag or 0), holding.get((row.name, row.unit), 0)))
+    return found
 
 
 async def pieces_of(store: Store, session_ids: Sequence[str]) -> list[Piece]:

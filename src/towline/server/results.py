@@ -8,6 +8,7 @@ consumer does not follow: it never comes again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from sqlalchemy import Row, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.crashpoints import crash_point
-from towline.schema import Acked, Result, SessionResult, Stale, Start, Unit
+from towline.schema import Acked, FailureReason, Result, SessionResult, SessionState, Stale, Start, Unit
 from towline.schema.files import load_json
 from towline.server import names, tables
 from towline.server.errors import Conflict
@@ -215,6 +216,7 @@ class Delivery:
         old: set[int],
     ) -> list[Result]:
         members = await self._members(tx, rows) if wish.unit is Unit.GROUP else {}
+        reasons = await _reasons(tx, [row.task_id for row in rows if wish.unit is Unit.GROUP and not row.usable])
         results = []
         for row in rows:
             sessions = members.get(row.seq, []) if wish.unit is Unit.GROUP else [_session(row.body)]
@@ -226,6 +228,7 @@ class Delivery:
                     unit=wish.unit,
                     task_id=row.task_id,
                     sessions=sessions,
+                    reasons=reasons.get(row.task_id, {}),
                     delivery=deliveries[row.seq],
                     lease_until=until,
                 )
@@ -272,6 +275,29 @@ class Delivery:
             crash_point("server.before_ack")
         crash_point("server.after_ack")
         return Acked(acked=acked, unknown=unknown)
+
+
+async def _reasons(tx: AsyncConnection, task_ids: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Why the samples of tasks are not usable, counted, as far as they have ended."""
+    found: dict[str, Counter[str]] = {}
+    table = tables.results
+    for some in chunks(task_ids):
+        query = select(table.c.task_id, table.c.body).where(
+            table.c.task_id.in_(some), table.c.unit == Unit.SESSION.value, table.c.usable.is_(False)
+        )
+        for row in await tx.execute(query):
+            found.setdefault(row.task_id, Counter())[_reason(_session(row.body))] += 1
+    return {task_id: dict(counted) for task_id, counted in found.items()}
+
+
+def _reason(session: SessionResult) -> str:
+    if session.failure is not None:
+        return session.failure.value
+    if session.state is SessionState.FAILED:
+        return FailureReason.INTERNAL.value
+    if session.state is SessionState.CANCELLED:
+        return "cancelled"
+    return "unscored" if session.reward is None and session.reward_status is not None else "untrained"
 
 
 def _session(body: bytes) -> SessionResult:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import Discriminator, Field, Tag
 
 from towline.engines.base import PauseMode
@@ -17,10 +17,12 @@ from towline.schema import (
     Accepted,
     Ack,
     Acked,
+    FailureReason,
     Policy,
     Results,
     Role,
     Session,
+    SessionState,
     Stale,
     Start,
     Task,
@@ -35,11 +37,13 @@ from towline.server import reading
 from towline.server.auth import Caller, KeyInfo, KeyWish, NewKey
 from towline.server.errors import NotFound
 from towline.server.results import Wish
+from towline.server.runner import NoLog
 from towline.server.service import Service
 from towline.server.streaming import ARROW, arrow_stream
 
 MOST_TASKS = 1000
 MOST_IDS = 1000
+LOG_BYTES = 1024 * 1024
 VERSIONS = 2**31 - 1
 
 
@@ -106,7 +110,7 @@ async def list_tasks(
 
 @router.get("/tasks/{task_id:path}", tags=["tasks"])
 async def get_task(task_id: Id, service: ServiceOf, caller: Reader) -> TaskStatus:
-    """A task and the latest attempt of each of its samples."""
+    """A task with the latest attempt of each of its samples, and all attempts."""
     return await reading.task_status(service.store, task_id)
 
 
@@ -117,6 +121,28 @@ async def cancel_task(task_id: Id, service: ServiceOf, caller: Submitter) -> Tas
 
 
 # Sessions
+
+
+@router.get("/sessions", tags=["sessions"])
+async def list_sessions(
+    service: ServiceOf,
+    caller: Reader,
+    response: Response,
+    state: SessionState | None = None,
+    reason: Annotated[FailureReason | None, Query(description="Why they are FAILED or LOST.")] = None,
+    task: Annotated[Id | None, Query(description="Only sessions of this task.")] = None,
+    after: Annotated[Id | None, Query(description="The last session of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    order: Annotated[reading.Order, Query(description="By when their tasks were submitted.")] = reading.Order.OLDEST,
+) -> list[Session]:
+    """Sessions of all attempts. `Link` with `rel="next"` leads to the next page."""
+    wanted = reading.SessionQuery(state, reason, task, after, order, limit)
+    found = await reading.session_list(service.store, wanted)
+    if len(found) == limit:
+        given = {"state": state, "reason": reason, "task": task, "order": order, "limit": limit}
+        query = {name: value for name, value in given.items() if value is not None}
+        response.headers["Link"] = f'</v1/sessions?{urlencode(query | {"after": found[-1].session_id})}>; rel="next"'
+    return found
 
 
 @router.get("/sessions/{session_id}", tags=["sessions"])
@@ -142,6 +168,36 @@ async def get_trajectory(
         return StreamingResponse(arrow_stream(service.segments, stored), media_type=ARROW)
     table = await service.segments.read(stored[0])
     return Response(Trajectory.from_arrow(table).to_json(), media_type="application/json")
+
+
+_LOG: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The end of the log", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
+
+
+@router.get("/sessions/{session_id}/log", tags=["sessions"], responses=_LOG, response_class=PlainTextResponse)
+async def get_log(
+    session_id: Id,
+    service: ServiceOf,
+    caller: Consumer,
+    name: Annotated[str, Query(pattern=r"^[^/\x00]{1,255}$", description="Which log file.")] = "harness.log",
+    tail: Annotated[int | None, Query(ge=1, le=100_000, description="Only so many lines of its end.")] = None,
+) -> Response:
+    """What a session's harness printed: the end of it, at most 1 MiB. Header `X-Towline-Left-Out`: the bytes before it."""
+    await reading.session(service.store, session_id)
+    try:
+        log = await service.runner.read_log(session_id, name, LOG_BYTES)
+    except NoLog as error:
+        there = f"; there are: {', '.join(error.names)}" if error.names else "; it has none"
+        raise NotFound(f"session {session_id!r} has no log {name!r}{there}", field="name") from error
+    data, left_out = log.data, log.left_out
+    if tail is not None:
+        lines = data.splitlines(keepends=True)
+        left_out += sum(map(len, lines[:-tail]))
+        data = b"".join(lines[-tail:])
+    # An agent had a say in it: no browser is to take it for a page.
+    headers = {"X-Towline-Left-Out": str(left_out), "X-Content-Type-Options": "nosniff"}
+    return PlainTextResponse(data.decode("utf-8", "replace"), headers=headers)
 
 
 class SessionIds(Model):

@@ -6,17 +6,44 @@ under way is asked for once, by `recover`, and ended.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from towline.engines.base import PauseMode
 from towline.errors import TowlineError
-from towline.schema import Session, Task, Trajectory
+from towline.schema import BreakerStatus, Session, Task, Trajectory
 
 
 class NodeLost(TowlineError):
     """The node that ran a session is gone, and the session with it."""
+
+    failure = "node"
+
+    def __init__(self, reason: str, *, sessions: int = 1):
+        super().__init__(reason)
+        self.sessions = sessions
+        """How many sessions the node was running."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLog:
+    """The end of a log file."""
+
+    data: bytes
+    left_out: int
+    """Bytes before it."""
+    names: list[str]
+    """Every log file of the session."""
+
+
+class NoLog(TowlineError):
+    """The session has no log file of that name; `names` are those that it has."""
+
+    def __init__(self, names: list[str]):
+        super().__init__("no such log file")
+        self.names = names
 
 
 class Outcome(Protocol):
@@ -36,6 +63,11 @@ class Outcome(Protocol):
     @property
     def hopeless(self) -> bool:
         """It failed for a reason that trying again does not change."""
+        ...
+
+    @property
+    def blameless(self) -> bool:
+        """It failed in an outage of an engine or a sandbox runtime: trying again uses up no attempt."""
         ...
 
 
@@ -58,7 +90,24 @@ class Runner(Protocol):
         """Why no session can run any more until the server is started again; empty while they can."""
         ...
 
-    def check(self, task: Task) -> None:
+    @property
+    def breakers(self) -> Sequence[BreakerStatus]:
+        """The circuit breakers of its engines and sandbox runtimes."""
+        ...
+
+    def needs(self, component: str) -> bool:
+        """Whether no session can do without this component: nothing is started while its breaker is open."""
+        ...
+
+    def watch_breakers(self, changed: Callable[[BreakerStatus], None]) -> None:
+        """Tell of every change of a circuit breaker."""
+        ...
+
+    async def probe(self) -> list[str]:
+        """Use the default engine and sandbox once; one line for each that does not work, with what to do about it."""
+        ...
+
+    async def check(self, task: Task) -> None:
         """Raise `InvalidTask` for a task that could never run here."""
         ...
 
@@ -92,6 +141,10 @@ class Runner(Protocol):
 
     async def erase(self, session_ids: Collection[str]) -> None:
         """The sessions are forgotten: so may be what the runner kept of them, their logs."""
+        ...
+
+    async def read_log(self, session_id: str, name: str, most: int) -> SessionLog:
+        """The end of one of a session's log files, `most` bytes of it; raises `NoLog` if there is none of that name."""
         ...
 
     def nodes(self) -> list[dict[str, Any]]:

@@ -10,33 +10,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from sqlalchemy import select
+from sqlalchemy import func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.crashpoints import crash_point
 from towline.errors import TowlineError
-from towline.schema import EndReason, SchemaError, Session, SessionState, Task, Trajectory
+from towline.schema import FailureReason, SchemaError, Session, SessionState, Task, Trajectory
 from towline.schema.files import load_json
-from towline.server import queueing, tables
+from towline.server import outcomes, queueing, tables
+from towline.server.breakers import Breakers
 from towline.server.ending import Effects, Ender
 from towline.server.metrics import Metrics
+from towline.server.outages import Outage
 from towline.server.policy import PolicyDesk
 from towline.server.rows import Ending, lost_ending
+from towline.server.rules import suspect, suspects_at_once
 from towline.server.runner import NodeLost, Outcome, Runner
 from towline.server.segments import Piece, Segments
 from towline.server.signals import Signal
+from towline.server.stages import Stages
 from towline.server.store import Store, chunks
 from towline.server.tables import Phase
 
 log = logging.getLogger("towline.server")
 _TOGETHER = 64
 """Most ends in one transaction, and most sessions claimed at once."""
-_STEPS = 0.1
-"""Seconds between two writings of the stages that sessions are in."""
 _REMEMBERED = 256
 _PATIENCE = 60.0
 """Seconds that a stop waits for sessions that were told to end, and for a database that is away."""
@@ -62,16 +65,33 @@ class _End:
     written: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
+Gate = Callable[[], str]
+"""Why no session is started now; empty if there is no reason."""
+
+
 class Scheduler:
     def __init__(
-        self, store: Store, segments: Segments, runner: Runner, policy: PolicyDesk, signals: Signals, metrics: Metrics
+        self,
+        store: Store,
+        segments: Segments,
+        runner: Runner,
+        policy: PolicyDesk,
+        signals: Signals,
+        metrics: Metrics,
+        *,
+        quarantine_deaths: int,
     ):
+        self.quarantine_deaths = quarantine_deaths
         self.store = store
         self.segments = segments
         self.runner = runner
         self.policy = policy
         self.signals = signals
         self.metrics = metrics
+        self.stages = Stages(store, signals.events)
+        self.breakers = Breakers(store, runner, signals.work, signals.events)
+        self.gates: list[Gate] = [self._unfit, self._paused, self.breakers.holding]
+        """Looked at whenever there is room for a session. Whoever opens one gives `signals.work`."""
         self.waiting = 0
         """Sessions that wait, as far as is known; counted anew now and then."""
         self.flights: dict[str, asyncio.Task[None]] = {}
@@ -81,8 +101,11 @@ class Scheduler:
         """Sessions under way that are to end."""
         self._interrupted = False
         self._closing = False
-        self._steps: dict[str, list[Session]] = {}
-        self._stepping_now = asyncio.Lock()
+        self._suspects: set[str] = set()
+        """Those under way."""
+        self._suspecting = quarantine_deaths > 0
+        """Whether suspects may wait or be under way."""
+        self._unwritable = Outage("the place of the trajectories is")
         self._ends: asyncio.Queue[_End] = asyncio.Queue()
         self._tasks: OrderedDict[str, Task] = OrderedDict()
         self._loops: list[asyncio.Task[None]] = []
@@ -95,11 +118,18 @@ class Scheduler:
         async with self.store.read() as tx:
             query = select(table).where(table.c.phase == Phase.ACTIVE, table.c.epoch < self.store.epoch)
             rows = list(await tx.execute(query))
-        endings = {row.session_id: lost_ending(row) for row in rows}
+            # A server that died while it did this has ended some of them already.
+            lost = or_(table.c.phase == Phase.ACTIVE, table.c.state == SessionState.LOST)
+            epochs = Counter(row.epoch for row in rows)
+            if any(suspect(row.deaths + 1, self.quarantine_deaths) for row in rows):
+                counted = select(table.c.epoch, func.count().label("lost")).where(table.c.epoch.in_(epochs), lost)
+                epochs = Counter({row.epoch: row.lost for row in await tx.execute(counted.group_by(table.c.epoch))})
+        limit = self.quarantine_deaths
+        endings = {row.session_id: lost_ending(row, company=epochs[row.epoch], limit=limit) for row in rows}
         async for trajectory in self.runner.recover(set(endings)):
             ending = endings.pop(trajectory.session_id)
             ending.turns = trajectory.report.turns
-            await self._keep([_End(ending, _with_state(trajectory, SessionState.LOST))])
+            await self._keep([_End(ending, outcomes.ended_as(trajectory, ending))])
             await self.runner.discard(ending.session_id)
         for some in chunks(list(endings.values())):
             await self._keep([_End(ending, None) for ending in some])
@@ -107,7 +137,8 @@ class Scheduler:
         return len(rows)
 
     def start(self) -> None:
-        self._loops = [asyncio.create_task(work) for work in (self._claiming(), self._ending(), self._stepping())]
+        works = (self._claiming(), self._ending(), self.stages.run(), self.breakers.run())
+        self._loops = [asyncio.create_task(work) for work in works]
         for loop in self._loops:
             loop.add_done_callback(self._broke)
 
@@ -146,10 +177,7 @@ class Scheduler:
             count = self.signals.work.count
             room = self.runner.capacity - len(self.flights)
             claimed = []
-            if self.runner.trouble and not self.broken:
-                self.broken = self.runner.trouble
-                log.critical("no more sessions are started; start the server again: %s", self.broken)
-            if room > 0 and not self.policy.now.paused and not self.broken:
+            if room > 0 and not self.held:
                 claimed = await self.store.insist(partial(self._claim, room=room), what="claim")
             for one in claimed:
                 self._launch(one)
@@ -161,18 +189,53 @@ class Scheduler:
             else:
                 await self.signals.work.wait(count, 5.0)
 
+    @property
+    def held(self) -> str:
+        """Why no session is started, whatever waits; empty if there is no reason."""
+        return next((reason for gate in self.gates if (reason := gate())), "")
+
+    def _unfit(self) -> str:
+        if self.runner.trouble and not self.broken:
+            self.broken = self.runner.trouble
+            log.critical("no more sessions are started; start the server again: %s", self.broken)
+        return self.broken
+
+    def _paused(self) -> str:
+        return "sampling is paused" if self.policy.now.paused else ""
+
     async def _claim(self, tx: AsyncConnection, *, room: int) -> list[queueing.Claimed]:
+        suspects = await self._suspects_only(tx) if self._suspecting else None
+        count = min(room, _TOGETHER) if suspects is None else min(room, suspects)
+        if count <= 0:
+            return []
         claimed = await queueing.claim(
-            tx, min(room, _TOGETHER), epoch=self.store.epoch, node=self.runner.name, at=time.time()
+            tx,
+            count,
+            epoch=self.store.epoch,
+            node=self.runner.name,
+            at=time.time(),
+            deaths=0 if suspects is None else self.quarantine_deaths,
         )
         if claimed:
             crash_point("server.before_claim")
         return claimed
 
+    async def _suspects_only(self, tx: AsyncConnection) -> int | None:
+        """How many suspects of killing nodes may be started now, and nothing else; `None` if there are none."""
+        companies = await queueing.suspects(tx, self.quarantine_deaths)
+        self._suspecting = bool(companies or self._suspects)
+        if not self._suspecting:
+            return None
+        if not companies or self.flights.keys() - self._suspects:
+            return 0
+        return suspects_at_once(min(companies)) - len(self._suspects)
+
     def _launch(self, claimed: queueing.Claimed) -> None:
         crash_point("server.after_claim")
         session = claimed.session
-        flight = asyncio.create_task(self._fly(session, claimed.body))
+        if suspect(claimed.deaths, self.quarantine_deaths):
+            self._suspects.add(session.session_id)
+        flight = asyncio.create_task(self._fly(session, claimed))
         self.flights[session.session_id] = flight
         flight.add_done_callback(lambda done: self._landed(session.session_id, done))
 
@@ -187,7 +250,8 @@ class Scheduler:
     def _landed(self, session_id: str, done: asyncio.Task[None]) -> None:
         self.flights.pop(session_id, None)
         self._stop.discard(session_id)
-        self._steps.pop(session_id, None)
+        self._suspects.discard(session_id)
+        self.stages.forget(session_id)
         self.signals.work.give()
         if not done.cancelled() and (error := done.exception()) is not None:
             log.error("the end of session %s could not be written", session_id, exc_info=error)
@@ -200,28 +264,29 @@ class Scheduler:
 
     # Ending sessions
 
-    async def _fly(self, session: Session, body: bytes) -> None:
+    async def _fly(self, session: Session, claimed: queueing.Claimed) -> None:
         outcome: Outcome | None = None
         ending = Ending(
             session.session_id, session.task_id, session.sample, session.attempt, self.store.epoch, SessionState.FAILED
         )
+        ending.deaths, ending.company = claimed.deaths, claimed.company
         try:
-            running = self.runner.submit(self._task(session.task_id, body), session)
+            running = self.runner.submit(self._task(session.task_id, claimed.body), session)
             if session.session_id in self._stop or self._interrupted:
                 self.runner.cancel(session.session_id)
             outcome = await running
         except NodeLost as error:
-            ending.state, ending.error = SessionState.LOST, str(error) or "its node is gone"
+            limit = self.quarantine_deaths
+            ending.died(str(error) or "its node is gone", company=error.sessions, limit=limit)
+            self._suspecting = limit > 0
         except TowlineError as error:
-            ending.error = str(error)
+            ending.error, ending.failure = str(error) or repr(error), outcomes.failure_of(error)
         except Exception as error:
             log.exception("session %s failed", session.session_id)
-            ending.error = str(error) or repr(error)
+            ending.error, ending.failure = str(error) or repr(error), FailureReason.INTERNAL
         trajectory = None if outcome is None else self._told(ending, outcome)
-        # Stages that are being written at this moment come before the end.
-        async with self._stepping_now:
-            steps = self._steps.pop(session.session_id, [])
-        ending.steps = [("session", queueing.step_event(step)) for step in steps]
+        ending.stage = self.stages.last(session.session_id)
+        ending.steps = await self.stages.take(session.session_id)
         end = _End(ending, trajectory)
         await self._ends.put(end)
         await end.written
@@ -230,30 +295,13 @@ class Scheduler:
 
     def _told(self, ending: Ending, outcome: Outcome) -> Trajectory:
         """Fill in the ending; the trajectory to keep."""
-        trajectory, session = outcome.trajectory, outcome.session
-        why = ""
-        if self._interrupted and session.state is SessionState.CANCELLED and ending.session_id not in self._stop:
-            why = "the server was told to stop"
-        elif session.state is SessionState.FAILED:
-            why = self.runner.trouble
-        if why:
-            ending.state, ending.error, ending.strike = SessionState.LOST, why, False
-            trajectory = _with_state(trajectory, SessionState.LOST)
-        else:
-            ending.state, ending.error = session.state, trajectory.error or session.error
-        reward = trajectory.reward
-        versions = [trace.lowest_version for trace in trajectory.traces]
-        ending.end_reason = trajectory.end_reason
-        ending.hopeless = outcome.hopeless and not why
-        ending.usable = outcome.usable and ending.state is SessionState.DONE
-        ending.reward = reward.score if reward is not None else None
-        ending.reward_status = reward.status if reward is not None else None
-        if reward is not None and reward.error and not ending.error:
-            ending.error = reward.error
-        ending.turns = trajectory.report.turns
-        ending.trained_tokens = trajectory.report.trained_tokens
-        ending.lowest_version = min((version for version in versions if version is not None), default=None)
-        return trajectory
+        self.metrics.session(outcome.trajectory)
+        state = outcome.session.state
+        if self._interrupted and state is SessionState.CANCELLED and ending.session_id not in self._stop:
+            return outcomes.fill(ending, outcome, lost="the server was told to stop")
+        if state is SessionState.FAILED and self.runner.trouble:
+            return outcomes.fill(ending, outcome, lost=self.runner.trouble, why=FailureReason.STORAGE)
+        return outcomes.fill(ending, outcome)
 
     async def _ending(self) -> None:
         while True:
@@ -287,6 +335,7 @@ class Scheduler:
                     end.ending.piece = piece
                 else:
                     end.ending.state, end.ending.usable = SessionState.FAILED, False
+                    end.ending.failure = FailureReason.STORAGE
                     end.ending.error = f"its trajectory cannot be written: {piece}"
         await self._write_ends([end.ending for end in batch])
 
@@ -294,15 +343,19 @@ class Scheduler:
         pause = 0.1
         while True:
             try:
-                return await self.segments.write(trajectories, self.store.epoch)
+                pieces = await self.segments.write(trajectories, self.store.epoch)
             except OSError as error:
-                log.error("trajectories cannot be written, trying again: %s", error)
+                self._unwritable.met(str(error))
+            else:
+                self._unwritable.over()
+                return pieces
             await asyncio.sleep(pause)
             pause = min(10.0, pause * 2)
 
     async def _write_ends(self, endings: list[Ending]) -> None:
         async def write(tx: AsyncConnection) -> Effects:
-            effects = await Ender(self.store, tx, time.time()).conclude(endings)
+            ender = Ender(self.store, tx, time.time(), quarantine_deaths=self.quarantine_deaths)
+            effects = await ender.conclude(endings)
             crash_point("server.before_commit")
             return effects
 
@@ -315,8 +368,9 @@ class Scheduler:
     def apply(self, effects: Effects) -> None:
         """What a committed transaction asks for."""
         self.waiting = max(0, self.waiting + effects.waiting)
-        for state in effects.ended:
-            self.metrics.sessions.labels(state.value).inc()
+        for ending in effects.ended:
+            self.metrics.ended(ending)
+            _log_failure(ending)
         for task_id in effects.over:
             self._tasks.pop(task_id, None)
             self.runner.forget(task_id)
@@ -329,29 +383,11 @@ class Scheduler:
         if effects.waiting > 0:
             self.signals.work.give()
 
-    # Stages
 
-    def changed(self, session: Session) -> None:
-        """A session came to another stage. Written with those of others; an end has a transaction of its own."""
-        if not session.state.terminal and session.state is not SessionState.QUEUED:
-            self._steps.setdefault(session.session_id, []).append(session)
-
-    async def _stepping(self) -> None:
-        while True:
-            await asyncio.sleep(_STEPS)
-            if not self._steps:
-                continue
-            async with self._stepping_now:
-                steps = [step for session in self._steps.values() for step in session]
-                self._steps.clear()
-                if steps:
-                    await self.store.insist(partial(self._write_steps, steps=steps), what="the stages of sessions")
-            self.signals.events.give()
-
-    async def _write_steps(self, tx: AsyncConnection, *, steps: list[Session]) -> None:
-        await queueing.write_steps(tx, steps, self.store.epoch, time.time())
-
-
-def _with_state(trajectory: Trajectory, state: SessionState) -> Trajectory:
-    end = trajectory.end_reason or EndReason.ERROR
-    return Trajectory.model_validate(trajectory.__dict__ | {"state": state, "end_reason": end})
+def _log_failure(ending: Ending) -> None:
+    """One line for every session that failed; those that a dead server left are counted at its start."""
+    if ending.state is SessionState.FAILED:
+        quarantined = ending.failure is FailureReason.QUARANTINED
+        log.log(logging.ERROR if quarantined else logging.WARNING, "%s", ending.line(), extra=ending.fields())
+    elif ending.state is SessionState.LOST:
+        log.info("%s", ending.line(), extra=ending.fields())

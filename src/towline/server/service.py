@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from towline.server.ending import Effects, Ender
 from towline.server.errors import Full, Invalid, NotFound, StoreError
 from towline.server.events import Events
 from towline.server.metrics import Metrics
+from towline.server.outages import Outage
 from towline.server.policy import PolicyDesk
 from towline.server.results import Delivery, Wish
 from towline.server.retention import Retention
@@ -56,9 +58,20 @@ class Service:
             keep=settings.keep_seconds,
             silent=settings.silent_seconds,
         )
-        self.scheduler = Scheduler(self.store, self.segments, runner, self.policy, self.signals, self.metrics)
-        runner.watch(self.scheduler.changed)
+        self.scheduler = Scheduler(
+            self.store,
+            self.segments,
+            runner,
+            self.policy,
+            self.signals,
+            self.metrics,
+            quarantine_deaths=settings.quarantine_deaths,
+        )
+        runner.watch(self.scheduler.stages.changed)
         self.callbacks = Callbacks(self.store, self.signals.callbacks, self.metrics, tries=settings.callback_tries)
+        self.problems: list[str] = []
+        """What a probe found at the start; the circuit breakers say what is so now."""
+        self.unreadable = Outage("the place of the trajectories is")
         self.started = 0.0
         self._watching: asyncio.Task[None] | None = None
 
@@ -69,6 +82,8 @@ class Service:
         self.settings.data.mkdir(parents=True, exist_ok=True)
         await self.store.open()
         try:
+            # Before sampling is paused, if it was.
+            self.problems = await self.runner.probe()
             await self.policy.restore()
             lost = await self.scheduler.recover()
             orphans = await self.retention.collect_orphans()
@@ -110,14 +125,14 @@ class Service:
                 log.critical("%s", error)
                 return
             except (SQLAlchemyError, OSError) as error:
-                log.warning("the database is away: %s", error)
+                log.debug("the database is away: %s", error)
 
     # Tasks
 
     async def submit(self, tasks: Sequence[Task], caller: Caller, *, many: bool) -> list[Accepted]:
         trusted = caller.may()
         written = [
-            admit(task, f"[{index}]" if many else "", runner=self.runner, settings=self.settings, trusted=trusted)
+            await admit(task, f"[{index}]" if many else "", runner=self.runner, settings=self.settings, trusted=trusted)
             for index, task in enumerate(tasks)
         ]
         wanted = sum(task.num_samples for task in tasks)
@@ -188,10 +203,17 @@ class Service:
     # For people
 
     def health(self) -> dict[str, object]:
+        """`held`: no session is started, or none of their ends is written, until what `reasons` names works again."""
         problem = self.scheduler.broken
+        breakers = self.scheduler.breakers
+        away = self.store.outage.reason
+        reasons = [*([f"database: {away}"] if away else []), *filter(None, [breakers.holding()])]
+        status = "held" if reasons else "degraded" if breakers.degraded() else "ok"
         return {
-            "status": "broken" if problem else "stopping" if self.stopping.is_set() else "ok",
+            "status": "broken" if problem else "stopping" if self.stopping.is_set() else status,
             **({"error": problem} if problem else {}),
+            "reasons": [*reasons, *breakers.degraded()],
+            "breakers": [one.model_dump(mode="json") for one in self.runner.breakers],
             "waiting": self.scheduler.waiting,
             "active": len(self.scheduler.flights),
             "version": self.policy.now.version,
@@ -199,12 +221,23 @@ class Service:
             "seconds": round(time.time() - self.started, 1),
         }
 
-    def figures(self) -> bytes:
-        self.metrics.waiting.set(self.scheduler.waiting)
-        self.metrics.active.set(len(self.scheduler.flights))
-        self.metrics.version.set(self.policy.now.version)
-        self.metrics.paused.set(self.policy.now.paused)
-        return self.metrics.text()
+    async def figures(self) -> bytes:
+        metrics = self.metrics
+        metrics.waiting.set(self.scheduler.waiting)
+        metrics.active.set(len(self.scheduler.flights))
+        metrics.version.set(self.policy.now.version)
+        metrics.paused.set(self.policy.now.paused)
+        metrics.held.set(bool(self.scheduler.held))
+        metrics.broken.set(bool(self.scheduler.broken))
+        metrics.breakers(self.runner.breakers)
+        metrics.disk_free.set((await asyncio.to_thread(shutil.disk_usage, self.settings.data)).free)
+        try:
+            metrics.consumers(await reading.consumers(self.store))
+        except (SQLAlchemyError, OSError) as error:
+            # The other figures are wanted most while the database is away.
+            log.debug("the figures of consumers: %s", error)
+        metrics.database.set(not self.store.outage.reason)
+        return metrics.text()
 
 
 async def open_store(settings: ServerSettings) -> Store:

@@ -29,6 +29,7 @@ from towline.schema.files import dump_json
 from towline.server import tables
 from towline.server.errors import StoreError
 from towline.server.migrating import migrate
+from towline.server.outages import Outage
 
 log = logging.getLogger("towline.server")
 T = TypeVar("T")
@@ -67,6 +68,7 @@ class Store:
         """Counts the servers that used this store."""
         self.token = ""
         """Names the store in the ids of its results."""
+        self.outage = Outage("the database is")
         self._engine = self._make_engine()
         self._writing = asyncio.Lock()
         """SQLite has one writer at a time; waiting here costs less than polling there."""
@@ -165,19 +167,34 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
-        async with self._engine.connect() as connection:
+        async with self._noticing(), self._engine.connect() as connection:
             yield connection
 
     @contextlib.asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
         """One transaction: committed and durable when the block ends, undone if it raises."""
-        async with self._writing if self.sqlite else contextlib.nullcontext(), self._engine.connect() as connection:
+        one_writer = self._writing if self.sqlite else contextlib.nullcontext()
+        async with self._noticing(), one_writer, self._engine.connect() as connection:
             await connection.execution_options(**{_WRITES: True})
             async with connection.begin():
                 yield connection
 
+    @contextlib.asynccontextmanager
+    async def _noticing(self) -> AsyncIterator[None]:
+        """Notice that the database is away, or back."""
+        try:
+            yield
+        except (SQLAlchemyError, OSError) as error:
+            if passing(error):
+                self.outage.met(_said(error))
+            raise
+        self.outage.over()
+
     async def insist(self, work: Callable[[AsyncConnection], Awaitable[T]], *, what: str) -> T:
-        """The result of one transaction that must not be lost: tried again for as long as the database is away."""
+        """The result of one transaction that must not be lost: tried again for as long as the database is away.
+
+        `what` it writes is for the log at level DEBUG.
+        """
         pause = 0.05
         while True:
             try:
@@ -186,7 +203,7 @@ class Store:
             except (SQLAlchemyError, OSError) as error:
                 if not passing(error):
                     raise
-                log.warning("%s: the database is away, trying again: %s", what, _said(error))
+                log.debug("%s: the database is away, trying again: %s", what, _said(error))
             await asyncio.sleep(pause)
             pause = min(5.0, pause * 2)
 

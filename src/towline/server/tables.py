@@ -75,6 +75,8 @@ sessions = Table(
     Column("urgency", Integer, nullable=False),
     Column("state", String(16), nullable=False),
     Column("end_reason", String(32)),
+    Column("failure", String(16)),
+    Column("stage", String(16)),
     Column("error", Text),
     Column("node", String(128), nullable=False),
     Column("segment", String(256)),
@@ -82,7 +84,19 @@ sessions = Table(
     Column("sha256", String(64)),
     Column("created", Float, nullable=False),
     Column("updated", Float, nullable=False),
+    Column("deaths", Integer, nullable=False, server_default="0"),
+    Column("company", Integer, nullable=False, server_default="0"),
     Index("sessions_by_task", "task_id", "sample", "attempt"),
+    Index("sessions_in_order", "number", "sample", "attempt"),
+    Index(
+        "sessions_by_failure",
+        "failure",
+        "number",
+        "sample",
+        "attempt",
+        sqlite_where=text("failure IS NOT NULL"),
+        postgresql_where=text("failure IS NOT NULL"),
+    ),
     Index(
         "sessions_waiting",
         "urgency",
@@ -95,7 +109,9 @@ sessions = Table(
     Index("sessions_active", "epoch", sqlite_where=text("phase = 1"), postgresql_where=text("phase = 1")),
 )
 """`number` is the task's; `urgency` its priority, least first; `strikes` the attempts before this one that count against
-`max_attempts`; `epoch` the run of the server that the session belongs to, without which nobody may end it."""
+`max_attempts`; `epoch` the run of the server that the session belongs to, without which nobody may end it; `stage` the
+last one before the end; `deaths` the node deaths at which the sample was running, and `company` how many sessions were
+running at the last of them."""
 
 results = Table(
     "results",
