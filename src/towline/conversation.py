@@ -62,6 +62,8 @@ class Message:
     media: tuple[Media, ...] = ()
     fingerprint: bytes | None = field(default=None, compare=False, repr=False)
     """Cache of `tokens.fingerprint.of`; nothing else writes it."""
+    traits: Any = field(default=None, compare=False, repr=False)
+    """Cache of `tokens.dependence`; nothing else writes it."""
 
 
 _FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}

@@ -137,6 +137,39 @@ async def test_swe_bench_rows(bubblewrap: Runtime, tmp_path: Path) -> None:
     assert reward.components == {"applied": 1, "fail_to_pass": 1, "pass_to_pass": 0}
 
 
+@pytest.mark.parametrize("log_format", [{"log_parser": "parse_log_tap"}, {}])
+async def test_a_row_of_another_language(bubblewrap: Runtime, tmp_path: Path, log_format: dict[str, str]) -> None:
+    """A right patch scores 1 by a log that no Python program prints, a wrong one 0, and an unreadable log is no score."""
+    test = """#!/bin/sh
+. ./lib.sh
+echo 1..2
+[ "$(gaps a)" = 0 ] && echo "ok 1 - no gap" || echo "not ok 1 - no gap"
+[ "$(gaps 'a b')" = 1 ] && echo "ok 2 - one gap" || echo "not ok 2 - one gap"
+"""
+    row = {
+        "instance_id": "org__gaps-1",
+        "language": "shell",
+        "base_commit": "0" * 40,
+        "problem_statement": "gaps are not counted",
+        "FAIL_TO_PASS": ["- one gap"],
+        "PASS_TO_PASS": ["- no gap"],
+        "test_cmd": "sh t/gaps.sh",
+        "environment": {"workdir": "/repo", "files": [{"target": "/repo/lib.sh", "text": "gaps() { echo 0; }\n"}]},
+        "evaluator": {"files": [{"target": "/repo/t/gaps.sh", "text": test}]},
+        "metadata": {"leak_audit": False},
+        **log_format,
+    }
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    (task,) = load([file], harness="codex")
+    made = Rig(bubblewrap, task, tmp_path)
+    gold = "echo 'gaps() { echo $(($# ? $(set -- $1; echo $#) - 1 : 0)); }' >lib.sh"
+    assert (await made.judge(gold)).components == {"applied": 1, "fail_to_pass": 1, "pass_to_pass": 1}
+    assert (await made.judge()).components == {"applied": 1, "fail_to_pass": 0, "pass_to_pass": 1}
+    with pytest.raises(EvaluationError, match="no result of '- one gap'"):
+        await made.judge("echo 'exit 0' >lib.sh")
+
+
 async def test_what_is_the_tasks_fault_is_an_error(rig: MakeRig) -> None:
     with pytest.raises(EvaluationError, match="test_patch cannot be applied"):
         await rig({**SPEC, "test_patch": TEST_PATCH.replace("3, 0", "9, 9")}, environment=WITH_GIT).judge()

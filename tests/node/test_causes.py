@@ -61,6 +61,8 @@ def patch(run: str, **options: Any) -> dict[str, Any]:
 
 RUN = "[ ! -e tool ] || sh ./tool"
 """Runs a program of the agent's, if there is one."""
+NAMED = "printf 'test_a ok\\n'; [ ! -e tool ] || exec sh ./tool; printf 'test_b F\\n'; exit 1"
+"""Prints two tests' results as sympy does, the second one after a program of the agent's."""
 REWARD = f"cd /work; {RUN}; [ -e /logs/verifier/reward.json ] || echo 0 >/logs/verifier/reward.txt"
 TREE = {"workdir": "/work", "files": [{"target": "/work/lib.py", "text": "x = 1\n"}]}
 GIT = "git init -q && git add -A && git -c user.name=a -c user.email=a@example.com commit -q -m base"
@@ -80,6 +82,9 @@ CASES: dict[str, dict[str, dict[str, Case]]] = {
     SCORED: {
         "the verifier gives a score": {
             "plain": Case("echo 1 >out", command("cat out", reward="number"), value=1.0),
+            "unbuilt": Case(
+                "true", patch("echo 'a.c:1:1: error: no'; exit 1", fail_to_pass=["TestAdd"], log_format="go"), value=0.0
+            ),
         },
         "the verifier fails once and gives a score when it is repeated": {
             "python": Case("true", {"kind": "python", "function": "once"}, value=0.5),
@@ -171,6 +176,14 @@ CASES: dict[str, dict[str, dict[str, Case]]] = {
             "harbor": Case("echo 'kill -9 $PPID' >tool", harbor(REWARD), "neither reward.json nor reward.txt"),
             "command": Case("echo 'kill -9 -1' >tool", command(f"{RUN}; echo 1", reward="number"), "no number"),
         },
+        "the tests' log does not tell how a named test ended": {
+            "nothing": Case("echo 'exit 0' >tool", patch(NAMED, fail_to_pass=["test_b"]), "no result of 'test_b'"),
+            "other": Case(
+                "echo 'echo 1..1; echo ok 1 - test_c' >tool",
+                patch(NAMED, fail_to_pass=["test_b"], pass_to_pass=["test_a"]),
+                "no result of 'test_b'",
+            ),
+        },
         "an evaluator's own function raises on what the agent left": {
             "python": Case(
                 "echo much >out", {"kind": "python", "function": "number", "carry": ["/work/out"]}, "ValueError"
@@ -197,6 +210,10 @@ CASES: dict[str, dict[str, dict[str, Case]]] = {
         "the verifier gives no score, whatever the agent does": {
             "command": Case("echo 1 >out", command("echo none", reward="number"), "no number"),
             "harbor": Case("true", harbor("true"), "neither reward.json nor reward.txt"),
+        },
+        "the format of the tests' log is not understood": {
+            "patch": Case("echo 1 >out", patch("echo all good", fail_to_pass=["TestAdd"]), "is not understood"),
+            "format": Case("true", patch(NAMED, fail_to_pass=["test_a"], log_format="go"), "is not understood"),
         },
         "the verifier is too slow for its budget on the untouched environment too": {
             "command": Case("true", command("sleep 600", seconds=1.0), "within 1 seconds"),

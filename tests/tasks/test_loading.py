@@ -245,6 +245,38 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
     assert {(task.num_samples, task.min_samples) for task in fewer} == {(4, 4), (4, 0)}
 
 
+SWE = {"instance_id": "a", "base_commit": "b" * 40, "problem_statement": "c", "FAIL_TO_PASS": ["TestAdd"]}
+
+
+def test_rows_bring_their_own_test_command_and_log_format(tmp_path: Path) -> None:
+    """Of other languages than Python there is no default."""
+    rebench = {"test_cmd": ["npm ci", "npx jest --verbose"], "log_parser": "parse_log_jest"}
+    python = {"test_cmd": "pytest -rA", "log_parser": "parse_log_pytest_v2"}
+    patch = "diff --git a/tests/test_a.py b/tests/test_a.py\n"
+    file = lines(
+        tmp_path,
+        {
+            **SWE,
+            "instance_id": "go",
+            "language": "go",
+            "test_cmd": "go test -v ./...",
+            "log_parser": "parse_log_gotest",
+        },
+        {**SWE, "instance_id": "js", "language": "js", "install_config": rebench},
+        {**SWE, "instance_id": "py", "install_config": python, "test_patch": patch},
+        {**SWE, "instance_id": "own", "evaluator": {"command": "make check", "log_format": "tap"}},
+        {**SWE, "instance_id": "unknown", "test_cmd": "./run-tests"},
+    )
+    go, js, py, own, unknown = (task.evaluator for task in load([file], harness="pi"))
+    assert (go["command"][-1].rpartition("; ")[2], go["log_format"]) == ("go test -v ./...", "go")
+    assert (js["command"][-1].rpartition("; ")[2], js["log_format"]) == ("npm ci\nnpx jest --verbose", "jest")
+    assert (py["command"][-1].rpartition("; ")[2], py["log_format"]) == ("pytest -rA tests/test_a.py", "pytest")
+    assert (own["command"], own["log_format"]) == ("make check", "tap")
+    assert "log_format" not in unknown
+    for spec in (go, js, py, own, unknown):
+        assert make_evaluator(spec) is not None
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -272,6 +304,15 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
         ({"instance_id": "a", "base_commit": "b"}, "problem_statement: "),
         ({"instance_id": "a", "base_commit": "b", "problem_statement": "c"}, "FAIL_TO_PASS: "),
         ({"instance_id": "a", "base_commit": "b", "problem_statement": "c", "FAIL_TO_PASS": "x"}, "FAIL_TO_PASS: "),
+        (SWE, r"test_cmd: missing; 'TestAdd' is not a name that pytest prints"),
+        ({**SWE, "language": "Go"}, r"test_cmd: missing; the tests are not Python \(Go\)"),
+        ({**SWE, "repo_language": "js", "eval_script": "npx jest"}, r"the tests are not Python \(js\)"),
+        ({**SWE, "test_patch": "diff --git a/a_test.go b/a_test.go\n"}, r"the tests are not Python \(a_test\.go\)"),
+        ({**SWE, "FAIL_TO_PASS": ["src/a.rs::adds"]}, r"the tests are not Python \(src/a\.rs\)"),
+        ({**SWE, "log_parser": "parse_log_cargo"}, r"the tests are not Python \(cargo\)"),
+        ({**SWE, "test_cmd": "x", "log_parser": "parse_log_karma"}, "log_parser: 'parse_log_karma' reads an unknown"),
+        ({**SWE, "install_config": {"log_parser": "parse_log_js_4"}}, "log_parser: 'parse_log_js_4' reads an unknown"),
+        ({**SWE, "test_cmd": "go test ./..."}, "test_cmd: .* it needs `-v`"),
         (
             {"task_id": "first", "instruction": "again"},
             r"rows\.jsonl:2: the task id 'first' is already taken by .*rows\.jsonl:1",

@@ -43,7 +43,8 @@ DAY = datetime(2026, 11, 15, 12)
 
 _MARKUP = re.compile(
     r"<\|[^|<>\s']+\|>|<\uff5c[^\uff5c<>']+\uff5c>|<\|[a-z_]+>|<[a-z_]+\|>|<(?:start|end)_of_[a-z]+>|\[/?[A-Z_]{3,}\]"
-    r"|</?(?:think|tool_call|tool_response|arg_key|arg_value|s)>|\[gMASK\]|<sop>|<bos>"
+    r"|</?(?:think|tool_call|tool_response|arg_key|arg_value|s)>|\[gMASK\]|<sop>|<bos>|<SPECIAL_\d+>|</?seed:[a-z_:]+>"
+    r"|\]~!?b?\[?\]?|\[e~\["
 )
 
 
@@ -92,6 +93,45 @@ def templated(name: str, *, renderer: str = "auto", special_text: SpecialText = 
         begins = "<\uff5cbegin\u2581of\u2581sentence\uff5c>"
     ends = "<\uff5cend\u2581of\u2581sentence\uff5c>" if name.startswith("deepseek") else "<|im_end|>"
     return codec_for(source, bos=begins, eos=ends, renderer=renderer, special_text=special_text)
+
+
+MODEL_ENDS = {
+    "apertus": "<|assistant_end|>",
+    "apriel_1_6": "<|end|>",
+    "command_r7b": "<|END_OF_TURN_TOKEN|>",
+    "deepseek_v3_1": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "deepseek_v3_2": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "deepseek_v4": "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "devstral_small": "</s>",
+    "functionary_3_1": "<|eot_id|>",
+    "functionary_3_2": "<|eot_id|>",
+    "gigachat3_1": "<|message_sep|>",
+    "glm_4_6": "<|user|>",
+    "glm_4_7_flash": "<|user|>",
+    "granite_3_3": "<|end_of_text|>",
+    "granite_4_0": "<|end_of_text|>",
+    "kimi_k3": "<|end_of_msg|>",
+    "minimax_m2": "[e~[",
+    "minimax_m3": "[e~[",
+    "ministral_3": "</s>",
+    "mistral_nemo": "</s>",
+    "mistral_small_3_2": "</s>",
+    "nemotron_nano_v2": "<SPECIAL_12>",
+    "seed_oss": "<seed:eos>",
+}
+"""The end-of-turn token of models whose template does not end a turn with `<|im_end|>`."""
+
+
+def model_names() -> list[str]:
+    """Templates of single models, beside those of `template_names`."""
+    return sorted(path.stem for path in (assets.folder() / "model_templates").glob("*.jinja"))
+
+
+@cache
+def modelled(name: str, *, renderer: str = "sentinel") -> SentinelCodec:
+    """The codec of one model's template."""
+    source = (assets.folder() / "model_templates" / f"{name}.jinja").read_text("utf-8")
+    return codec_for(source, bos="<s>", eos=MODEL_ENDS.get(name, "<|im_end|>"), renderer=renderer)
 
 
 # What is said

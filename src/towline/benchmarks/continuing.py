@@ -7,7 +7,8 @@ history whatever a gateway does; they are measured and reported apart. The basel
 the whole history.
 
 Beside the times, which depend on the machine, the work itself is counted: how many messages were read and hashed and how
-many characters were rendered and encoded in that turn. None of these may grow with the history.
+many characters were rendered and encoded in that turn. None of these may grow with the history. The first turns of a
+conversation render a little more: their suffixes are compared with the whole history, which is short then.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The change is taken from the agent's sandbox as data: by git where the base commit is known, else the whole tree, compared
 with a clean one. Files that are tests are dropped from it. In a fresh sandbox first `test_patch` is applied, then what is
 left of the change; so a broken task is an error, and a change that cannot be applied scores 0. Then the tests run. With
-`fail_to_pass` and `pass_to_pass` (SWE-bench) the reward is 1 only if every named test passed; otherwise the exit code
-decides.
+`fail_to_pass` and `pass_to_pass` (SWE-bench) the reward is 1 only if every named test passed; a log that does not tell how a
+named test ended is an error. Otherwise the exit code decides.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from towline.evaluators.options import Options, Seconds
 from towline.evaluators.testfiles import PATTERNS, TestFiles
 from towline.evaluators.worktree import Change, apply_diff, diff_by_git, diff_of_tree
 from towline.sandboxes.base import Done, Sandbox
-from towline.schema import File, Reward, Task
+from towline.schema import File, LogFormat, Reward, Task
 from towline.schema.environment import InsidePath
 
 
@@ -40,6 +40,8 @@ class PatchOptions(Options):
     """Patterns of paths that are dropped from the agent's change, besides those that the verifier brings."""
     fail_to_pass: list[str] = Field(default_factory=list)
     pass_to_pass: list[str] = Field(default_factory=list)
+    log_format: LogFormat | None = None
+    """The program that prints the results of the named tests; without one, every known format is tried."""
     env: dict[str, str] = Field(default_factory=dict)
     user: str = ""
     seconds: Seconds = 1800.0
@@ -123,7 +125,9 @@ class PatchEvaluator:
             raise EvaluationError(f"the tests could not be run ({done.code}): {done.text[-500:].strip()}")
         if not options.fail_to_pass and not options.pass_to_pass:
             return Reward(value=float(done.code == 0), components={"applied": 1.0}, evaluator=self.kind)
-        found = testlogs.results(done.text)
+        log = testlogs.read(done.text, options.log_format, failed=done.code != 0)
+        log.check([*options.fail_to_pass, *options.pass_to_pass], options.log_format)
+        found = log.results
         shares = {
             "fail_to_pass": testlogs.share(found, options.fail_to_pass),
             "pass_to_pass": testlogs.share(found, options.pass_to_pass),

@@ -1,107 +1,118 @@
-"""Results of single tests from what test programs print: pytest, unittest (Django's runner too) and sympy's.
+"""Results of single tests from what test programs print.
 
-A test that is printed with different results, as one that is tried again, has the worst of them. What is not printed did
-not pass.
+A test that is printed with different results, as one that is tried again, has the worst of them. A test that is not printed
+has no result: it did not pass if the log says that the tests could not be built or loaded; otherwise nothing is known of it,
+which is an error and never a score.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from enum import StrEnum
+from dataclasses import dataclass, field
 
+from towline.evaluators.base import EvaluationError
+from towline.evaluators.logformats import Result, readers
+from towline.schema import LogFormat
 
-class Result(StrEnum):
-    PASSED = "passed"
-    SKIPPED = "skipped"
-    FAILED = "failed"
-
+__all__ = ["Result", "TestLog", "passed", "read", "results", "share"]
 
 _ORDER = [Result.PASSED, Result.SKIPPED, Result.FAILED]
-_WORDS = {
-    "PASSED": Result.PASSED,
-    "XFAIL": Result.PASSED,
-    "XPASS": Result.FAILED,
-    "FAILED": Result.FAILED,
-    "ERROR": Result.FAILED,
-    "SKIPPED": Result.SKIPPED,
-    "ok": Result.PASSED,
-    "OK": Result.PASSED,
-    "expected failure": Result.PASSED,
-    "unexpected success": Result.FAILED,
-    "skipped": Result.SKIPPED,
-    "FAIL": Result.FAILED,
-    "F": Result.FAILED,
-    "E": Result.FAILED,
-    "f": Result.PASSED,
-}
 _LONGEST = 2000
 """Characters of a line that names a test: whatever prints longer ones is not a test program."""
-_PYTEST = ("PASSED", "FAILED", "ERROR", "XFAIL", "XPASS", "SKIPPED")
-_UNITTEST = ("ok", "FAIL", "ERROR", "skipped", "expected failure", "unexpected success")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_NAMED = re.compile(r"(\w+ \([\w.<>]+\))")
-_HEADING = re.compile(r"(?P<word>FAIL|ERROR): (?P<name>\S+ \([\w.<>]+\))")
-_SYMPY = re.compile(r"(?P<name>test_\w+) (?P<word>ok|OK|F|E|f|s)(?: |$)")
+_NAMED = 3
+"""Missing tests that an error names."""
+_UNBUILT_STARTS = (
+    "ImportError",
+    "ModuleNotFoundError",
+    "SyntaxError",
+    "IndentationError",
+    "Error: Cannot find module",
+    "Error [ERR_MODULE_NOT_FOUND]",
+    "error: could not compile",
+    "[ERROR] COMPILATION ERROR",
+    "collect2: error",
+    "ninja: build stopped",
+)
+_UNBUILT_PARTS = (
+    " ERROR collecting ",
+    " during collection",
+    "unittest.loader._FailedTest",
+    "[build failed]",
+    "[setup failed]",
+    "Test suite failed to run",
+    "Compilation failed; see the compiler",
+    ": error TS",
+)
+_COMPILER = re.compile(r"[^\s:]{1,300}:\d{1,7}:(?:\d{1,7}:)? (?:fatal )?error: ")
+"""What test programs, compilers and loaders print when tests cannot be built or loaded."""
 
 
-def results(output: str) -> dict[str, Result]:
-    """Every test that the output names, with its result. Code under test prints there too, so no line costs more than
-    its length."""
-    found: dict[str, Result] = {}
-    waiting = ""
+@dataclass(slots=True)
+class TestLog:
+    """What a log says of single tests."""
+
+    __test__ = False  # no test of pytest's, in spite of its name
+
+    results: dict[str, Result] = field(default_factory=dict)
+    unbuilt: bool = False
+    """The tests, or a part of them, could not be built or loaded."""
+
+    def names(self, test: str) -> bool:
+        """Whether the log has a result of the test."""
+        return bool(_matching(self.results, test))
+
+    def check(self, tests: Iterable[str], log_format: LogFormat | None = None) -> None:
+        """`EvaluationError` if the log does not tell how one of the tests ended, and not why either."""
+        if self.unbuilt:
+            return
+        missing = [test for test in tests if not self.names(test)]
+        if not missing:
+            return
+        named = ", ".join(map(repr, missing[:_NAMED])) + (
+            f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
+        )
+        if self.results:
+            known = next(iter(self.results))
+            raise EvaluationError(
+                f"the tests' log has no result of {named}; it names {len(self.results)} others, {known!r} for one"
+            )
+        known = log_format or ", ".join(LogFormat)
+        raise EvaluationError(
+            f"the tests' log is not understood: it has no result of {named} in a known format ({known})"
+        )
+
+
+def read(output: str, log_format: LogFormat | None = None, *, failed: bool = True) -> TestLog:
+    """What a test program printed, read in one format or, where that is not known, in all of them.
+
+    `failed` says that the program itself ended with a failure: only then is it asked for why. Code under test prints there
+    too, so no line costs more than its length.
+    """
+    log = TestLog()
+    chosen = readers(log_format)
     for raw in _COLOUR.sub("", output).splitlines():
+        if len(raw) > _LONGEST:
+            continue
         line = raw.strip()
-        if len(line) > _LONGEST:
-            continue
-        named = _NAMED.match(line)
-        if named and named[0] == line:
-            # The first line of the test's own description comes next, with the result.
-            waiting = line
-            continue
-        for name, word in _read(line, waiting):
-            _note(found, name, _WORDS.get(word, Result.SKIPPED))
-        waiting = ""
-    return found
+        if failed and not log.unbuilt:
+            log.unbuilt = _unbuilt(line)
+        for reader in chosen:
+            for name, result in reader(raw.rstrip(), line):
+                _note(log.results, name, result)
+    return log
 
 
-def _read(line: str, waiting: str) -> list[tuple[str, str]]:
-    """The tests that a line is about, each with the word for its result."""
-    first, _, rest = line.partition(" ")
-    if first in _PYTEST and "::" in rest:
-        # A reason may follow; in a test's own parameters there may be a dash as well.
-        return [(rest, first)] if first == "PASSED" else [(rest, first), (rest.partition(" - ")[0], first)]
-    if "::" in first:
-        return _verbose(line)
-    if " ... " in line:
-        head, _, tail = line.partition(" ... ")
-        word = next((word for word in _UNITTEST if tail.endswith(word) or tail.startswith(f"{word} ")), "")
-        named = _NAMED.match(head)
-        names = [named[1]] if named else [name for name in (waiting, head) if name]
-        return [(name, word) for name in names] if word else []
-    match = _HEADING.match(line) or _SYMPY.match(line)
-    return [(match["name"], match["word"])] if match else []
-
-
-def _verbose(line: str) -> list[tuple[str, str]]:
-    """pytest's `path::test WORD (reason) [ 50%]`."""
-    if line.endswith("%]"):
-        line = line.rpartition("[")[0].rstrip()
-    name, _, word = line.rpartition(" ")
-    if word in _PYTEST:
-        return [(name.rstrip(), word)]
-    for word in _PYTEST:
-        at = line.find(f" {word} (")
-        if at > 0 and line.endswith(")"):
-            return [(line[:at], word)]
-    return []
+def results(output: str, log_format: LogFormat | None = None) -> dict[str, Result]:
+    """Every test that the output names, with its result."""
+    return read(output, log_format).results
 
 
 def passed(found: dict[str, Result], name: str) -> bool:
-    """Whether a test passed; unittest writes its name in two ways, with and without the method after the class."""
-    if name in found:
-        return found[name] is Result.PASSED
-    return found.get(_other(name)) is Result.PASSED
+    """Whether a test passed. Published lists cut names inside a test's parameters: then all that begin so must have."""
+    outcomes = _matching(found, name)
+    return bool(outcomes) and all(outcome is Result.PASSED for outcome in outcomes)
 
 
 def share(found: dict[str, Result], names: Iterable[str]) -> float:
@@ -110,12 +121,29 @@ def share(found: dict[str, Result], names: Iterable[str]) -> float:
     return sum(outcomes) / len(outcomes) if outcomes else 1.0
 
 
+def _matching(found: dict[str, Result], name: str) -> list[Result]:
+    """The results of the tests that a name stands for."""
+    for known in (name, _other(name)):
+        if known in found:
+            return [found[known]]
+    if "::" in name and "[" in name and "]" not in name:
+        return [result for known, result in found.items() if known.startswith(name)]
+    return []
+
+
+def _unbuilt(line: str) -> bool:
+    if line.startswith(_UNBUILT_STARTS) or any(part in line for part in _UNBUILT_PARTS) or _COMPILER.match(line):
+        return True
+    # pytest's summary of a module that it could not import: `ERROR tests/test_a.py - ImportError`.
+    return line.startswith("ERROR ") and line.partition(" - ")[0].endswith(".py")
+
+
 def _note(found: dict[str, Result], name: str, result: Result) -> None:
-    worst = max(result, found.get(name, result), key=_ORDER.index)
-    found[name] = worst
+    found[name] = max(result, found.get(name, result), key=_ORDER.index)
 
 
 def _other(name: str) -> str:
+    """unittest writes a test's name in two ways, with and without the method after the class."""
     match = re.fullmatch(r"(\w+) \(([\w.<>]+)\)", name)
     if match is None:
         return ""

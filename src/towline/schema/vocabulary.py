@@ -130,6 +130,25 @@ class RewardStatus(StrEnum):
     """No evaluator ran, or it gave no score."""
 
 
+class LogFormat(StrEnum):
+    """The program that prints the results of single tests."""
+
+    PYTEST = "pytest"
+    UNITTEST = "unittest"
+    SYMPY = "sympy"
+    GO = "go"
+    JEST = "jest"
+    MOCHA = "mocha"
+    VITEST = "vitest"
+    NODE = "node"
+    CARGO = "cargo"
+    TAP = "tap"
+    CTEST = "ctest"
+    GTEST = "gtest"
+    MAVEN = "maven"
+    GRADLE = "gradle"
+
+
 class SessionState(StrEnum):
     """Where a session is in its life."""
 

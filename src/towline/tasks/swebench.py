@@ -1,7 +1,8 @@
 """SWE-bench and SWE-Gym rows: a repository at a commit, an issue, and the tests that its fix must turn.
 
-The tests' command comes from the row (`test_cmd`), else from what the repository is known to use. The gold patch stays in
-the metadata, for the oracle alone.
+The tests' command comes from the row (`test_cmd`, its own or that of `install_config`), else from what the repository is
+known to use, else it is pytest. A row whose tests pytest cannot run, or whose log format is not known, is refused: it would
+score 0 whatever the agent does. The gold patch stays in the metadata, for the oracle alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import shlex
 from typing import Any
 
+from towline.schema import LogFormat
 from towline.tasks.errors import Place
 
 WORKDIR = "/testbed"
@@ -21,6 +23,18 @@ _COMMANDS = {
 }
 _ENVIRONMENT = "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate testbed; fi"
 _FILE = re.compile(r"^diff --git a/.* b/(.*)$", re.MULTILINE)
+_PARSERS = {
+    "django": LogFormat.UNITTEST,
+    "seaborn": LogFormat.PYTEST,
+    "matplotlib": LogFormat.PYTEST,
+    "gotest": LogFormat.GO,
+    "googletest": LogFormat.GTEST,
+    "rust": LogFormat.CARGO,
+}
+"""Names of published log parsers, without `parse_log_`, whose format has another name here."""
+_PYTHON = (LogFormat.PYTEST, LogFormat.UNITTEST, LogFormat.SYMPY)
+_GO_TEST = re.compile(r"\bgo test\b")
+_GO_VERBOSE = re.compile(r"\s-(?:test\.)?(?:v|json)\b")
 
 
 def read(row: dict[str, Any], place: Place) -> dict[str, Any]:
@@ -33,6 +47,7 @@ def read(row: dict[str, Any], place: Place) -> dict[str, Any]:
     test_patch = row.get("test_patch", "")
     if not isinstance(test_patch, str):
         raise place.error("test_patch", "must be the text of a diff")
+    command, log_format = _command(row, test_patch, [*fail, *keep], place)
     made: dict[str, Any] = {
         "task_id": row["instance_id"],
         "instruction": row["problem_statement"],
@@ -43,7 +58,8 @@ def read(row: dict[str, Any], place: Place) -> dict[str, Any]:
             "test_patch": test_patch,
             "fail_to_pass": fail,
             "pass_to_pass": keep,
-            "command": _command(row, test_patch, [*fail, *keep]),
+            "command": command,
+            **({"log_format": log_format.value} if log_format else {}),
         },
         "metadata": {"repo": row.get("repo", ""), "version": row.get("version", "")},
     }
@@ -74,14 +90,59 @@ def _names(row: dict[str, Any], field: str, place: Place) -> list[str]:
     return list(dict.fromkeys(value))
 
 
-def _command(row: dict[str, Any], test_patch: str, tests: list[str]) -> list[str]:
-    if isinstance(row.get("test_cmd"), str) and row["test_cmd"]:
-        command = row["test_cmd"]
-    else:
-        repo = row.get("repo", "")
-        files = _FILE.findall(test_patch) or sorted({test.partition("::")[0] for test in tests if "::" in test})
-        targets = [file for file in files if file.endswith(".py")]
-        if repo == "django/django":
+def _command(
+    row: dict[str, Any], test_patch: str, tests: list[str], place: Place
+) -> tuple[list[str], LogFormat | None]:
+    """What runs the tests, and what prints their results if the row says so."""
+    own = row["evaluator"] if isinstance(row.get("evaluator"), dict) else {}
+    install = row["install_config"] if isinstance(row.get("install_config"), dict) else {}
+    log_format = _log_format(own.get("log_format") or row.get("log_parser") or install.get("log_parser"), place)
+    files = _FILE.findall(test_patch) or sorted({test.partition("::")[0] for test in tests if "::" in test})
+    targets = [file for file in files if file.endswith(".py")]
+    command = _text(own.get("command")) or _text(row.get("test_cmd"))
+    if not command and (command := _text(install.get("test_cmd"))) and "pytest" in command and ".py" not in command:
+        command = " ".join([command, *map(shlex.quote, targets)])
+    if not command:
+        _check_python(row, files, tests, log_format, place)
+        if row.get("repo") == "django/django":
             targets = [file.removeprefix("tests/").removesuffix(".py").replace("/", ".") for file in targets]
-        command = " ".join([_COMMANDS.get(repo, _PYTEST), *map(shlex.quote, targets)])
-    return ["sh", "-c", command] if "environment" in row else ["bash", "-c", f"{_ENVIRONMENT}; {command}"]
+        command = " ".join([_COMMANDS.get(row.get("repo", ""), _PYTEST), *map(shlex.quote, targets)])
+    elif _GO_TEST.search(command) and not _GO_VERBOSE.search(command):
+        raise place.error("test_cmd", f"{command!r} prints no result of a test that passed; it needs `-v` or `-json`")
+    return ["sh", "-c", command] if "environment" in row else ["bash", "-c", f"{_ENVIRONMENT}; {command}"], log_format
+
+
+def _check_python(
+    row: dict[str, Any], files: list[str], tests: list[str], log_format: LogFormat | None, place: Place
+) -> None:
+    """Refuse a row that names no command and whose tests the default, Python's test programs, cannot run."""
+    language = next((str(row[name]) for name in ("language", "repo_language") if row.get(name)), "")
+    foreign = language.lower() not in ("", "python", "py") or log_format not in (None, *_PYTHON)
+    if foreign or (files and not any(name.partition("::")[0].endswith(".py") for name in (*files, *tests))):
+        what = log_format or language or ", ".join(files[:3])
+        raise place.error("test_cmd", f"missing; the tests are not Python ({what}), so their command cannot be guessed")
+    if row.get("repo") not in _COMMANDS and not any("::" in test for test in tests):
+        raise place.error(
+            "test_cmd",
+            f"missing; {tests[0]!r} is not a name that pytest prints (file::test), so their command cannot be guessed",
+        )
+
+
+def _log_format(parser: Any, place: Place) -> LogFormat | None:
+    """What prints the log that a published parser reads; `None` if the row names none."""
+    if parser in (None, ""):
+        return None
+    name = str(parser).removeprefix("parse_log_")
+    known = _PARSERS.get(name, name.partition("_")[0])
+    if known not in list(LogFormat):
+        raise place.error("log_parser", f"{parser!r} reads an unknown log format; there are {', '.join(LogFormat)}")
+    return LogFormat(known)
+
+
+def _text(command: Any) -> str:
+    """A command, or several that run one after the other, as the text of a script."""
+    if isinstance(command, str):
+        return command
+    if isinstance(command, list) and command and all(isinstance(line, str) for line in command):
+        return "\n".join(command)
+    return ""

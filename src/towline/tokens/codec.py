@@ -18,6 +18,7 @@ from towline.conversation import Media, Message, Tool, ToolCall
 from towline.errors import TowlineError
 from towline.images import Placed, Placeholder
 from towline.schema import ForkReason
+from towline.tokens import fingerprint
 from towline.tokens.parser import Parsed
 from towline.tokens.tokenizer import Tokenizer
 
@@ -52,6 +53,11 @@ class Frame:
     @cached_property
     def functions(self) -> list[dict[str, Any]] | None:
         return [tool.as_function() for tool in self.tools] or None
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Names the tools and arguments."""
+        return fingerprint.root_key(self.tools, self.arguments).encode()
 
 
 @dataclass(slots=True)

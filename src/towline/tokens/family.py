@@ -2,9 +2,10 @@
 
 A family is recognised by what it does, not by a model's name: on a set of probe conversations its renderer must give the
 same text as the folder's own template, and its bridge the very ids of the sentinel. The bridge then continues a turn
-without rendering any history, and its parser reads the replies. Whatever the bridge refuses (an assistant message nobody
-sampled, a prefill, unknown template arguments) goes through the sentinel; how a turn must have ended is the same for
-both.
+without rendering any history, and its parser reads the replies. For each class of histories that the template can tell
+apart, the bridge's ids are first compared with what the template writes. Where they differ, and whatever the bridge
+refuses (an assistant message nobody sampled, a prefill, unknown template arguments), goes through the sentinel; how a
+turn must have ended is the same for both.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _NOT_TRIED = {"default", "qwen3-vl", "gpt-oss"}
 """The generic one, the multimodal ones, and one that downloads a vocabulary of its own: the sentinel serves them."""
 _RENDERERS = 32
 """Renderers that are kept, one for each set of template arguments that harnesses choose."""
+_COMPARED = 16_384
+"""Comparisons of a bridge with the template that are remembered."""
 _STATUS_OK = "ok"
 _REFUSALS = (ValueError, TypeError, KeyError, AttributeError, AssertionError, IndexError, NotImplementedError)
 """How renderers say that messages, arguments or a tokenizer are not theirs."""
@@ -39,6 +42,8 @@ class FamilyCodec(SentinelCodec):
     def __init__(self, *arguments: Any, family: str, **options: Any):
         self.family = family
         self._renderers: Bounded[str, Any] = Bounded(_RENDERERS)
+        self._agrees: Bounded[bytes, bool] = Bounded(_COMPARED)
+        """Whether the bridge gives what the template writes, by the class of the history."""
         super().__init__(*arguments, **options)
         self.name = f"renderers:{family}"
         if self._renderer({}) is None:
@@ -68,9 +73,21 @@ class FamilyCodec(SentinelCodec):
         if renderer is None or awkward or self.special_text is SpecialText.PLAIN:
             return sentinel(before, reply, tail, sampled, new, frame, prefill=prefill)
         self._check_fits(reply, sampled, new[0], frame)
+        key = self._history_key(before, reply, new, frame, "bridge")
+        agrees = self._agrees.get(key)
+        if agrees is False:
+            return sentinel(before, reply, tail, sampled, new, frame)
         ids = _bridged(renderer, tail, sampled, [self.fields(message) for message in new], frame)
         if ids is None:
-            return sentinel(before, reply, tail, sampled, new, frame, prefill=prefill)
+            return sentinel(before, reply, tail, sampled, new, frame)
+        if agrees is None:
+            try:
+                written = sentinel(before, reply, tail, sampled, new, frame)
+            except Unbridgeable:
+                written = None  # The template refuses such messages: there is nothing to compare with.
+            agrees = self._agrees[key] = written is None or written.ids == ids
+            if written is not None and not agrees:
+                return written
         return Encoded(ids, special_text=self._count_special(new))
 
     def _is_awkward(self, message: Message, frame: Frame) -> bool:

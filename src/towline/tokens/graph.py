@@ -193,6 +193,8 @@ class Graph:
         """By fingerprint and engine."""
         self._live: list[Node] = []
         self._native: dict[str, str] = {}
+        self._nativized: dict[int, tuple[Message, Message]] = {}
+        """Copies with native ids by the message's identity, so that what is cached on one lasts as long as the session."""
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
@@ -255,13 +257,22 @@ class Graph:
         return [self._with_native_ids(message) for message in messages] if self._native else messages
 
     def _with_native_ids(self, message: Message) -> Message:
+        if not message.tool_calls and not message.tool_call_id:
+            return message
+        known = self._nativized.get(id(message))
+        if known is not None and known[0] is message:
+            return known[1]
+        made = self._nativize(message)
+        if made is not message:
+            self._nativized[id(message)] = (message, made)
+        return made
+
+    def _nativize(self, message: Message) -> Message:
         if message.tool_calls:
             calls = tuple(replace(c, id=self._native.get(bare_id(c.id), c.id)) for c in message.tool_calls)
-            return replace(message, tool_calls=calls)
-        if message.tool_call_id:
-            id = message.tool_call_id
-            return replace(message, tool_call_id=self._native.get(bare_id(id), id))
-        return message
+            return message if calls == message.tool_calls else replace(message, tool_calls=calls)
+        own = self._native.get(bare_id(message.tool_call_id), message.tool_call_id)
+        return message if own == message.tool_call_id else replace(message, tool_call_id=own)
 
 
 def check_seam(parent: Node, tokens: Ids) -> None:

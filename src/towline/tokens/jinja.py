@@ -19,6 +19,7 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 
 from towline.errors import ConfigError, TowlineError
+from towline.tokens.template_tests import find_tests
 
 
 class TemplateError(TowlineError):
@@ -74,6 +75,8 @@ class ChatTemplate:
             raise ConfigError(f"the chat template does not parse: {error} (line {error.lineno})") from error
         self.source = tool_source or source
         self.tokens = dict(tokens or {})
+        self.tests = find_tests(environment, {source, self.source})
+        """What the template looks for in messages."""
 
     @classmethod
     def load(cls, folder: Path, config: Mapping[str, Any], tokens: Mapping[str, str]) -> ChatTemplate:
