@@ -21,6 +21,7 @@ from towline.schema import BuilderName, ContextPolicy, Resources, SandboxKind, T
 from towline.schema.vocabulary import POLICY, TRAINED_ROLES
 
 FILE = "towline.toml"
+STALL_SECONDS = 120.0
 PREFIX = "TOWLINE_"
 
 
@@ -37,7 +38,7 @@ class Limits(_Section):
     context: int | None = Field(None, ge=1)
     """Longest prompt plus reply in tokens; never more than the engine's own."""
     seconds: float | None = Field(None, gt=0)
-    """Wall clock since the session was created."""
+    """Wall clock since the session was created, without the time that its engine was paused or unusable."""
 
 
 class SamplingSettings(_Section):
@@ -145,6 +146,9 @@ class EngineSettings(_Section):
     """The model's name at those servers."""
     key_variable: str = "TOWLINE_UPSTREAM_KEY"
     """Environment variable that holds the servers' key; the key itself is never a setting."""
+    stall_seconds: float = Field(STALL_SECONDS, gt=0)
+    """A turn for which the engine has produced no token for so long is failed. Pauses and waits for a free replica do not
+    count; the engine's own queue does."""
     seed: int | None = None
     threads: int | None = Field(None, ge=1)
     """Of an engine in this process. Default: one with llama.cpp, as many as torch likes with `embedded`."""
@@ -192,6 +196,8 @@ class NodeSettings(_Section):
     warm: int = Field(2, ge=0)
     """Sandboxes kept ready for each environment."""
     seconds: StageSeconds = StageSeconds()
+    hold_seconds: float = Field(600.0, gt=0)
+    """How long sessions wait for an engine or a sandbox runtime that cannot be used; then they fail with its reason."""
     looping: int = Field(10, ge=0)
     """A session that makes the same call and gets the same result so many times in a row ends as `looping`; 0: never."""
     resources: Resources = Resources()

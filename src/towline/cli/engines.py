@@ -65,7 +65,8 @@ def make_gateway(settings: Settings, console: Console) -> tuple[Gateway, Codec]:
             made = make(further.engine, further.model, console)
         except ConfigError as error:
             raise ConfigError(f"engines.{name}: {error}") from error
-        others[name] = Lane(made.engine, made.codec, name, made.name)
+        stall_seconds = further.engine.stall_seconds
+        others[name] = Lane(made.engine, made.codec, name, made.name, stall_seconds=stall_seconds)
     gateway = Gateway(
         policy.engine,
         policy.codec,
@@ -73,6 +74,7 @@ def make_gateway(settings: Settings, console: Console) -> tuple[Gateway, Codec]:
         defaults=settings.session,
         model=policy.name,
         others=others,
+        stall_seconds=settings.engine.stall_seconds,
     )
     settings.gateway.data.mkdir(parents=True, exist_ok=True)
     if policy.folder is not None:

@@ -8,13 +8,16 @@ Contract of every engine:
   token that completed it is kept.
 - While paused with `abort`, or when an update interrupts a turn, `sample` returns what it has with `Finish.ABORT`. The
   caller goes on with `prompt + ids` once `ready()` returns.
+- Tokens are told as they arrive, by `SampleRequest.beat`; time before the model is asked is marked by `waiting`. An engine
+  that cannot see tokens before the turn's end says so (`blind`), and limits the whole turn by a timeout of its own.
 - An engine that cannot be reached any more raises `EngineGone`, with the tokens that had arrived. Any other failure is
   the turn's own, and would be the same on another engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -22,12 +25,15 @@ from typing import Protocol, runtime_checkable
 
 from towline.arrays import Floats, Ids
 from towline.conversation import Finish, Media, Reply, Request
+from towline.engines.holds import Holds
+from towline.engines.pulse import Pulse
 from towline.errors import EngineError
 from towline.images import Placed, Placeholder
 
 __all__ = [
     "MOVED",
     "Capture",
+    "ContextExceeded",
     "Engine",
     "EngineGone",
     "EngineInfo",
@@ -37,6 +43,7 @@ __all__ = [
     "Loaded",
     "PauseMode",
     "Probed",
+    "Reachable",
     "Sample",
     "SampleRequest",
     "Seeing",
@@ -82,6 +89,26 @@ class SampleRequest:
     """The neutral request, for engines that speak messages or script their replies."""
     media: tuple[Placed, ...] = ()
     """The images of the prompt in order, for engines that see (`Seeing`)."""
+    pulse: Pulse | None = None
+    """Beaten with every token that arrives, so that a stall is noticed."""
+
+    def beat(self, tokens: int = 1) -> None:
+        """Tokens of the turn have arrived."""
+        if self.pulse is not None and tokens:
+            self.pulse.beat(tokens)
+
+    def blind(self) -> None:
+        """The turn comes as a whole: no token of it is seen before its end."""
+        if self.pulse is not None:
+            self.pulse.blind = True
+
+    def held_by(self, holds: Holds) -> AbstractContextManager[None]:
+        """Around a turn that waits inside the engine while that is on hold."""
+        return nullcontext() if self.pulse is None else self.pulse.follow(holds)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around whatever the turn waits for before the model is asked: the end of a pause, a free replica."""
+        return nullcontext() if self.pulse is None else self.pulse.wait()
 
 
 @dataclass(slots=True)
@@ -112,6 +139,10 @@ class EngineGone(EngineError):
         super().__init__(message)
         self.partial = partial
         """What had arrived of the turn, for engines that stream; whoever goes on continues from it."""
+
+
+class ContextExceeded(EngineError):
+    """The prompt does not fit the engine's context: the policy's doing, and no failure."""
 
 
 class PauseMode(StrEnum):
@@ -203,6 +234,20 @@ class Watched(Protocol):
 
     async def healthy(self) -> bool:
         """Whether it answers; cheap, and never raises."""
+        ...
+
+
+@runtime_checkable
+class Reachable(Protocol):
+    """An engine that notices by itself when it cannot be reached, without failing a turn."""
+
+    @property
+    def trouble(self) -> str:
+        """Why it cannot be reached; empty while it can."""
+        ...
+
+    def watch_reach(self, tell: Callable[[str], None]) -> None:
+        """`tell` gets the trouble when the engine cannot be reached, and an empty text when it can again."""
         ...
 
 

@@ -24,6 +24,7 @@ import orjson
 from towline.arrays import Ids
 from towline.conversation import Finish, Message, Reply, Request, ToolCall
 from towline.engines.base import Capture, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.holds import Gate, Holds
 from towline.engines.validation import check_sample, count, logprob, reading, token_ids
 from towline.errors import EngineError
 from towline.tokens.tokenizer import Tokenizer
@@ -57,14 +58,17 @@ class ChatServerEngine:
         self._capture = Capture.TEXT
         self._extra: dict[str, Any] = {}
         self._version = 0
-        self._running = asyncio.Event()
-        self._running.set()
+        self._running = Gate()
         self._flying: dict[str, asyncio.Task[dict[str, Any]]] = {}
 
     @property
     def info(self) -> EngineInfo:
         size = self._tokenizer.size if self._tokenizer is not None else 0
         return EngineInfo("openai", self._capture, _CONTEXT, size, {"url": self._url, "model": self._model})
+
+    @property
+    def holds(self) -> Holds:
+        return self._running.holds
 
     @property
     def version(self) -> int:
@@ -108,7 +112,8 @@ class ChatServerEngine:
     async def sample(self, request: SampleRequest) -> Sample:
         if request.request is None:
             raise EngineError("a chat server needs messages")
-        await self._running.wait()
+        with request.waiting():
+            await self._running.wait()
         task = asyncio.get_running_loop().create_task(self._post(self._body(request, request.request)))
         self._flying[request.id] = task
         try:

@@ -22,7 +22,8 @@ import numpy as np
 import orjson
 
 from towline.conversation import Finish
-from towline.engines.base import EngineGone, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.base import ContextExceeded, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.holds import Gate, Holds
 from towline.engines.validation import BadAnswer, check_sample, quote
 from towline.errors import EngineError
 
@@ -106,8 +107,7 @@ class RemoteEngine:
         self._http: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
         self._version = 0
-        self._gate = asyncio.Event()
-        self._gate.set()
+        self._gate = Gate()
         self._held = False
         """Paused by a caller, and not only for an update."""
         self._updating = asyncio.Lock()
@@ -124,12 +124,17 @@ class RemoteEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def holds(self) -> Holds:
+        return self._gate.holds
+
     async def start(self) -> None:
         raise NotImplementedError
 
     async def sample(self, request: SampleRequest) -> Sample:
         self._check(request)
-        await self._gate.wait()
+        with request.waiting():
+            await self._gate.wait()
         flight = Flight(request, self._version, vocabulary=self.info.vocabulary)
         if self._limit(request) == 0:
             flight.finish = Finish.LENGTH
@@ -235,7 +240,7 @@ class RemoteEngine:
         if length == 0:
             raise EngineError("the prompt is empty: at least one token is needed")
         if length > context:
-            raise EngineError(f"the prompt has {length} tokens, the context {context}")
+            raise ContextExceeded(f"the prompt has {length} tokens, the context {context}")
         if request.max_tokens < 0:
             raise EngineError(f"max_tokens must not be negative, it is {request.max_tokens}")
         smallest, largest = int(np.min(request.prompt)), int(np.max(request.prompt))

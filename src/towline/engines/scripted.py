@@ -19,7 +19,8 @@ import numpy as np
 
 from towline.arrays import Ids
 from towline.conversation import Finish, Request, Tool, ToolCall
-from towline.engines.base import Capture, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.base import Capture, ContextExceeded, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.holds import Gate, Holds
 from towline.errors import EngineError
 from towline.tokens.codec import Codec, Frame
 
@@ -34,10 +35,14 @@ class Say:
     ids: Ids | None = None
     """The very ids to emit, if they matter; the other fields are then ignored."""
     delay: float = 0.0
-    """Seconds of simulated inference."""
+    """Seconds of simulated inference, in which tokens arrive one after the other."""
+    silent: bool = False
+    """No token arrives during `delay`."""
 
 
 _REMEMBERED = 256
+_PACE = 0.25
+"""Seconds between two tokens of simulated inference."""
 Script = Callable[[Request], Say]
 
 
@@ -47,8 +52,7 @@ class ScriptedEngine:
         self.script = script or tour
         self._context = context
         self._version = version
-        self._running = asyncio.Event()
-        self._running.set()
+        self._running = Gate()
         self._flying: dict[str, asyncio.Event] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -62,6 +66,10 @@ class ScriptedEngine:
         return EngineInfo("scripted", Capture.TOKENS, self._context, self.codec.tokenizer.size)
 
     @property
+    def holds(self) -> Holds:
+        return self._running.holds
+
+    @property
     def version(self) -> int:
         return self._version
 
@@ -72,23 +80,32 @@ class ScriptedEngine:
         """Nothing to find out, and no reply of the script is used up."""
 
     async def sample(self, request: SampleRequest) -> Sample:
-        await self._running.wait()
+        with request.waiting():
+            await self._running.wait()
         self.requests.append(request)
         prompt = len(request.prompt)
         if prompt == 0 or prompt > self._context:
-            raise EngineError(f"a prompt of {prompt} tokens does not fit a context of {self._context}")
+            raise ContextExceeded(f"a prompt of {prompt} tokens does not fit a context of {self._context}")
         said = self._cut.pop(request.id, None) or self._say(request)
         stop = self._flying.setdefault(request.id, asyncio.Event())
         self._idle.clear()
         try:
             if said.delay:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), said.delay)
+                await self._infer(request, said, stop)
             return self._emit(request, said, aborted=stop.is_set())
         finally:
             self._flying.pop(request.id, None)
             if not self._flying:
                 self._idle.set()
+
+    async def _infer(self, request: SampleRequest, said: Say, stop: asyncio.Event) -> None:
+        left, pace = said.delay, said.delay if said.silent else _PACE
+        while left > 0 and not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), min(left, pace))
+            left -= pace
+            if not said.silent:
+                request.beat()
 
     def _say(self, request: SampleRequest) -> Say:
         if request.forced is not None:

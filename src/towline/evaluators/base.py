@@ -22,6 +22,8 @@ from towline.schema import Reward, Task, Trajectory
 class EvaluationError(TowlineError):
     """The evaluator could not come to a score."""
 
+    failure = "evaluator"
+
 
 @dataclass(slots=True)
 class Carried:

@@ -24,8 +24,10 @@ from towline.conversation import Request
 from towline.crashpoints import crash_point
 from towline.dialects.base import Call, Dialect, Response, Route, Stream
 from towline.errors import ApiError, BadRequest, ErrorKind, FidelityError
+from towline.gateway.calls import FailedCall
 from towline.gateway.gateway import Gateway
 from towline.gateway.session import Session, Turns
+from towline.schema import POLICY
 
 log = logging.getLogger("towline.gateway")
 _IN_PATH = re.compile(r"/s/([A-Za-z0-9_-]{8,200})(/.*)")
@@ -234,7 +236,7 @@ class ProviderApp:
         request: Request | None = None
         try:
             request, thread = session.read(dialect, call)
-            images = await session.look(request)
+            images = await session.look(request, thread)
             if route.operation == "count_tokens":
                 await connection.respond(dialect.count(session.count(request, thread, images)))
                 return
@@ -247,6 +249,9 @@ class ProviderApp:
             stream = dialect.stream(request, secrets.token_hex(12), int(time.time()), request.model)
             await connection.end(await connection.begin_stream(stream) + stream.error(error))
             return
+        except Exception as error:
+            session.calls.fail(FailedCall("internal", str(error) or repr(error), POLICY, None, None))
+            raise
         try:
             if request.stream:
                 await self._stream(connection, session, dialect, turns)

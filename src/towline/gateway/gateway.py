@@ -23,7 +23,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from towline.arrays import Ids
-from towline.config import GatewaySettings, SessionSettings
+from towline.config import STALL_SECONDS, GatewaySettings, SessionSettings
 from towline.conversation import Finish, Tool
 from towline.crashpoints import crash_point
 from towline.engines.base import Capture, Engine
@@ -47,9 +47,10 @@ _GROUP = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,512}")
 class SessionError(TowlineError):
     """A session that cannot be made or found; `status` is the HTTP status of the control route."""
 
-    def __init__(self, status: int, message: str):
+    def __init__(self, status: int, message: str, failure: str = ""):
         super().__init__(message)
         self.status = status
+        self.failure = failure or ("config" if status == 422 else "internal")
 
 
 @dataclass(slots=True)
@@ -69,11 +70,13 @@ class Gateway:
         defaults: SessionSettings | None = None,
         model: str = "towline",
         others: Mapping[str, Lane] | None = None,
+        stall_seconds: float = STALL_SECONDS,
     ):
-        """`others` are further engines by name, for sessions whose `models` name them."""
+        """`others` are further engines by name, for sessions whose `models` name them; `stall_seconds` is the policy's."""
         self.engine = engine
         self.codec = codec
-        self.lanes = Lanes(Lane(engine, codec, POLICY, model, trained=True), others or {})
+        policy = Lane(engine, codec, POLICY, model, trained=True, stall_seconds=stall_seconds)
+        self.lanes = Lanes(policy, others or {})
         self.settings = settings
         self.defaults = defaults or SessionSettings()
         self.model = model
@@ -258,7 +261,9 @@ class Gateway:
         try:
             trajectory.write(self._file(session.id))
         except OSError as error:
-            raise SessionError(500, f"the trajectory of {session.id!r} cannot be written: {error}") from error
+            raise SessionError(
+                500, f"the trajectory of {session.id!r} cannot be written: {error}", "storage"
+            ) from error
         return trajectory
 
     def trajectory(self, id: str) -> Trajectory:

@@ -7,13 +7,16 @@ no conversation goes on from one to another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from towline.config import STALL_SECONDS
 from towline.conversation import Media, Message
 from towline.engines.base import Engine, Seeing
-from towline.errors import ApiError, ConfigError, ErrorKind
+from towline.engines.holds import Holding, Holds
+from towline.errors import ApiError, ConfigError, EngineError, ErrorKind
 from towline.images import Placeholder
 from towline.schema import POLICY
 from towline.tokens.bounded import Bounded
@@ -33,10 +36,41 @@ class Lane:
     model: str = ""
     """The name of its model for `/v1/models`; the lane's own name if there is none."""
     trained: bool = False
+    stall_seconds: float = STALL_SECONDS
+    """Longest that the engine may be asked for a turn without a token."""
+    holds: Holds = field(default_factory=Holds, repr=False)
+    """Whether its time is on hold: the engine is paused or unusable."""
+    watchers: list[Callable[[EngineError | None], None]] = field(default_factory=list, repr=False)
+    """Told of every turn that the engine has answered (None) or failed."""
+    _usable: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
     _placeholders: Bounded[str, Placeholder | None] = field(default_factory=lambda: Bounded(_PLACEHOLDERS), repr=False)
 
     def __post_init__(self) -> None:
         self.model = self.model or self.name
+        self._usable.set()
+        if isinstance(self.engine, Holding):
+            self.engine.holds.watch(self._engine_held)
+
+    def _engine_held(self, held: bool) -> None:
+        (self.holds.hold if held else self.holds.release)("engine")
+
+    def block(self, blocked: bool) -> None:
+        """Hold back further turns, since the engine cannot be used; with `False`, let them go."""
+        if blocked:
+            self._usable.clear()
+            self.holds.hold("unusable")
+        else:
+            self._usable.set()
+            self.holds.release("unusable")
+
+    async def usable(self) -> None:
+        """Return once turns are not held back."""
+        await self._usable.wait()
+
+    def report(self, error: EngineError | None) -> None:
+        """A turn has ended at the engine."""
+        for watcher in self.watchers:
+            watcher(error)
 
     async def look(self, messages: Sequence[Message]) -> dict[str, Placeholder]:
         """What stands for each image of the messages in a prompt, by digest; nothing for those the model cannot see."""
@@ -84,7 +118,7 @@ class Lanes:
         """The lane that answers to a model name. Names stand before patterns, the mapping's before the models' own."""
         name = models.get(model)
         if name is None:
-            owner = next((lane for lane in self._reached(models) if lane.model == model), None)
+            owner = next((lane for lane in self.reached(models) if lane.model == model), None)
             if owner is not None:
                 return owner
             name = next((name for pattern, name in models.items() if fnmatchcase(model, pattern)), POLICY)
@@ -93,9 +127,9 @@ class Lanes:
     def names(self, models: Mapping[str, str]) -> list[str]:
         """The model names that a session may choose from: of its engines, and those it gives them itself."""
         given = (pattern for pattern in models if not any(sign in pattern for sign in "*?["))
-        return list(dict.fromkeys([*(lane.model for lane in self._reached(models)), *given]))
+        return list(dict.fromkeys([*(lane.model for lane in self.reached(models)), *given]))
 
-    def _reached(self, models: Mapping[str, str]) -> list[Lane]:
+    def reached(self, models: Mapping[str, str]) -> list[Lane]:
         """The lanes that a session reaches: the policy, and those that its mapping names."""
         names = dict.fromkeys([POLICY, *models.values()])
         return [self._by_name[name] for name in names if name in self._by_name]

@@ -23,12 +23,16 @@ from towline.config import SessionSettings
 from towline.conversation import Answer, Finish, Request, Tool, Usage
 from towline.crashpoints import crash_point
 from towline.dialects.base import Call, Dialect, Referring
-from towline.engines.base import Sample, SampleRequest
+from towline.engines.base import ContextExceeded, Sample, SampleRequest
+from towline.engines.pulse import Pulse
 from towline.errors import ApiError, EngineError, ErrorKind, TowlineError
 from towline.gateway import answers, records, sampling, turns
+from towline.gateway.budget import Budget
+from towline.gateway.calls import Calls, FailedCall, Identity
 from towline.gateway.journal import Journal
 from towline.gateway.lanes import Lane, Lanes
 from towline.gateway.reading import Reader, Thread
+from towline.gateway.settling import problem_of
 from towline.gateway.waiting import Waiting
 from towline.images import Placeholder
 from towline.schema import Untrained
@@ -90,6 +94,12 @@ class Session:
         """Told of every turn that has come to its end and is in the journal."""
         self.sealed = False
         self.stopping = False
+        self.calls = Calls()
+        self.pulses: dict[str, Pulse] = {}
+        """By turn, while it is being sampled."""
+        self.clock_holds = Budget()
+        self._unwatch = self.hold(self.clock_holds)
+        self._settling: set[asyncio.Task[None]] = set()
         self.started = 0
         self.failures = 0
         """Turns that the engine failed; they count against no limit."""
@@ -146,11 +156,15 @@ class Session:
             return None
         return dialect.output(turns_.request, self.answer(turns_)) if turns_.work.done() else None
 
-    async def look(self, request: Request) -> dict[str, Placeholder]:
+    async def look(self, request: Request, thread: Thread) -> dict[str, Placeholder]:
         """What stands for the images of a request in its prompt, as the engine tells it."""
+        lane = self._lane(request)
         try:
-            return await self._lane(request).look(request.messages)
+            return await lane.look(request.messages)
         except EngineError as error:
+            identity = (thread.hashes[-1], self._key_of(request, lane))
+            self.calls.fail(FailedCall(error.failure, str(error), lane.name, identity, None))
+            lane.report(error)
             raise _unanswered(error) from error
 
     # Starting turns
@@ -244,8 +258,12 @@ class Session:
             raise ApiError(ErrorKind.UNAUTHORISED, "this session is sealed")
         if self.stopping:
             raise ApiError(ErrorKind.OVERLOADED, "the gateway is shutting down", retry_after=1)
-        if limits.seconds is not None and time.time() - self.created > limits.seconds:
+        if limits.seconds is not None and self._seconds() > limits.seconds:
             raise ApiError(ErrorKind.QUOTA, f"the session's wall clock of {limits.seconds:g} s is used up")
+
+    def _seconds(self) -> float:
+        """Wall clock of the session, without the time that an engine of its was on hold."""
+        return time.time() - self.created - self.clock_holds.held_seconds
 
     def _check_limits(self, request: Request) -> None:
         limits = self.settings.limits
@@ -389,19 +407,38 @@ class Session:
         """Sample the turn, read its reply, and write both to the journal. Cancelled only while it samples."""
         began = time.perf_counter()
         try:
-            lane = self.lanes[node.engine]
-            sampled = await turns.sample(lane.engine, wanted, lane.codec.tokenizer.size)
+            sampled = await self._ask(node, wanted)
             self._take(node, wanted, request, sampled)
             node.meta["seconds"] = time.perf_counter() - began
             await self._record(node)
         except BaseException as error:
             # What is not in the journal is no answer, and no retry may get it.
             node.finish = Finish.ABORT
-            self.failures += isinstance(error, EngineError)
+            self._note_failure(node, error)
             raise
         self.graph.finish(node)
         for watcher in self.watchers:
             watcher(node)
+
+    async def _ask(self, node: Node, wanted: SampleRequest) -> Sample:
+        lane = self.lanes[node.engine]
+        pulse = self.pulses[node.id] = Pulse(lane.stall_seconds)
+        try:
+            sampled = await turns.sample(lane, wanted, pulse)
+        except EngineError as error:
+            lane.report(error)
+            raise
+        finally:
+            del self.pulses[node.id]
+        lane.report(None)
+        return sampled
+
+    def _note_failure(self, node: Node, error: BaseException) -> None:
+        """A turn came to nothing; whether that counts against the infrastructure."""
+        self.failures += isinstance(error, EngineError)
+        if isinstance(error, (asyncio.CancelledError, ApiError, ContextExceeded)):
+            return
+        self.calls.fail(FailedCall(failure_of(error), str(error) or repr(error), node.engine, _identity(node), node))
 
     def _take(self, node: Node, wanted: SampleRequest, request: Request, sampled: Sample) -> None:
         expanded = any(not image.reported for image in node.images)
@@ -465,7 +502,46 @@ class Session:
     def release(self, turns_: Turns, grace: float) -> None:
         """The client got its answer, or left. A retry may pick up what was not delivered; without one, turns that nobody
         waits for end after `grace` seconds."""
-        self.waiting.leave(turns_.nodes, grace, self._cancel)
+        self.waiting.leave(turns_.nodes, grace, self._orphaned)
+
+    def _orphaned(self, node: Node) -> None:
+        """Nobody waits for the turn: it ends, as soon as it is known whether its engine is at work on it."""
+        task = asyncio.get_running_loop().create_task(self._settle(node))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle(self, node: Node, *, ended: bool = False, patient: bool = False) -> None:
+        task, pulse = self.work.get(node.id), self.pulses.get(node.id)
+        if task is None or pulse is None:
+            return
+        problem = await problem_of(task, pulse, self.lanes[node.engine].holds, patient=patient)
+        if not ended and self.waiting.wanted(node):
+            return  # A retry has come for it.
+        if problem is not None:
+            self._note_failure(node, problem)
+        self._cancel(node)
+        await asyncio.wait((task,))
+
+    async def settle(self, *, patient: bool = False) -> None:
+        """The harness has ended: find out for every turn in flight whether its engine was at work on it, and end it. With
+        `patient`, the harness was ended from outside, so that an engine on hold has nothing to do with it."""
+        nodes = [self.graph.by_id[id] for id in self.work]
+        await asyncio.gather(*(self._settle(node, ended=True, patient=patient) for node in nodes))
+
+    @property
+    def failure(self) -> FailedCall | None:
+        """The model call that the infrastructure failed and that nothing made good; None if there is none."""
+        return self.calls.unanswered(self.graph, self.instruction, self.settings.trained_roles)
+
+    def hold(self, budget: Budget) -> Callable[[], None]:
+        """Hold the budget whenever an engine of this session is on hold; returns how to stop that."""
+        stops = [lane.holds.watch(budget.hold) for lane in self.lanes.reached(self.settings.models)]
+
+        def stop() -> None:
+            for each in stops:
+                each()
+
+        return stop
 
     def _cancel(self, node: Node) -> None:
         """End a turn that still samples; from then on to its journal record it is not to be cut."""
@@ -477,6 +553,8 @@ class Session:
         """No further turns in this process; those that still sample are cancelled, those finished stay."""
         self.stopping = True
         self.waiting.close()
+        for settling in self._settling:
+            settling.cancel()
         tasks = list(self.work.values())
         for id in list(self.work):
             self._cancel(self.graph.by_id[id])
@@ -485,6 +563,7 @@ class Session:
     async def end(self) -> None:
         """No further turns, ever."""
         self.sealed = True
+        self._unwatch()
         await self.stop()
 
     async def failed(self, turns_: Turns) -> ApiError | None:
@@ -495,13 +574,27 @@ class Session:
             turns_.work.result()
         except ApiError as error:
             return error
+        except ContextExceeded as error:
+            # The engine's own limit, which it had not told.
+            return ApiError(ErrorKind.CONTEXT_LENGTH, str(error), param="messages")
         except EngineError as error:
             return _unanswered(error)
         except asyncio.CancelledError:
             if self.sealed:
                 return ApiError(ErrorKind.UNAUTHORISED, "the session was sealed during this turn")
             return ApiError(ErrorKind.OVERLOADED, "the turn was interrupted", retry_after=1)
+        for node in turns_.nodes:
+            self.calls.answered(_identity(node))
         return None
+
+
+def _identity(node: Node) -> Identity:
+    return node.request_hash, node.key
+
+
+def failure_of(error: BaseException) -> str:
+    """The `FailureReason` that an error stands for."""
+    return error.failure if isinstance(error, TowlineError) else "storage" if isinstance(error, OSError) else "internal"
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

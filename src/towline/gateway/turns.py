@@ -10,9 +10,11 @@ import numpy as np
 import orjson
 
 from towline.conversation import Finish, Message, Reply, TokenLogprob, Tool, ToolCall
-from towline.engines.base import Engine, Ids, Sample, SampleRequest
+from towline.engines.base import Ids, Sample, SampleRequest
+from towline.engines.pulse import Pulse
 from towline.engines.validation import check_sample
 from towline.errors import EngineError
+from towline.gateway.lanes import Lane
 from towline.tokens.codec import Codec
 from towline.tokens.graph import Node
 
@@ -25,15 +27,21 @@ _PIECE = 16_384
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-async def sample(engine: Engine, request: SampleRequest, vocabulary: int = 0) -> Sample:
-    """A whole turn. What an abort cuts short goes on from its prompt plus its tokens so far, once the engine is ready.
+async def sample(lane: Lane, request: SampleRequest, pulse: Pulse) -> Sample:
+    """A whole turn; `EngineStalled` if the engine produces no token for too long."""
+    return await pulse.guard(_sample(lane, replace(request, pulse=pulse)))
 
-    `vocabulary`: how many ids there are, for engines that do not say.
-    """
+
+async def _sample(lane: Lane, request: SampleRequest) -> Sample:
+    """What an abort cuts short goes on from its prompt plus its tokens so far, once the engine is ready."""
+    engine = lane.engine
     parts: list[Sample] = []
     current, fruitless = request, 0
     while True:
-        part = check_sample(await engine.sample(current), current, engine.info.vocabulary or vocabulary)
+        with request.waiting():
+            await lane.usable()
+        sampled = await engine.sample(current)
+        part = check_sample(sampled, current, engine.info.vocabulary or lane.codec.tokenizer.size)
         parts.append(part)
         if part.finish is not Finish.ABORT:
             return _joined(parts)
@@ -44,7 +52,8 @@ async def sample(engine: Engine, request: SampleRequest, vocabulary: int = 0) ->
         left = request.max_tokens - len(so_far)
         if left <= 0:
             return replace(_joined(parts), finish=Finish.LENGTH)
-        await engine.ready()
+        with request.waiting():
+            await engine.ready()
         forced = request.forced[len(so_far) :] if request.forced is not None else None
         current = replace(request, prompt=np.concatenate([request.prompt, so_far]), max_tokens=left, forced=forced)
 

@@ -45,6 +45,10 @@ class Waiting:
                     loop = asyncio.get_running_loop()
                     self._graces[node.id] = loop.call_later(grace, self._expire, node, end)
 
+    def wanted(self, node: Node) -> bool:
+        """Whether a client waits for the turn."""
+        return node.id in self._clients
+
     def _expire(self, node: Node, end: Callable[[Node], None]) -> None:
         self._graces.pop(node.id, None)
         if node.finish is None:

@@ -28,6 +28,8 @@ _QUIET = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error",
 class InstallError(TowlineError):
     """A harness that cannot be installed, or whose install cannot run, with what to do about it."""
 
+    failure = "harness"
+
 
 def run(command: Sequence[str], folder: Path, what: str, *, tries: int = 1, path: Path | None = None) -> str:
     """Run a command to its end in a folder; its output. What may have failed for want of a network is tried again.

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from towline.errors import TowlineError
@@ -76,6 +76,8 @@ class Breaker:
         self._opened = 0
         self._closed = asyncio.Event()
         self._closed.set()
+        self._tripped = asyncio.Event()
+        """The opposite of `_closed`."""
         self._judged = asyncio.Event()
         """Set once a probe since the last opening has ended."""
         self._stirred = asyncio.Event()
@@ -133,6 +135,16 @@ class Breaker:
         """Returns once the breaker is closed."""
         await self._closed.wait()
 
+    async def lasts(self, seconds: float) -> Breaker:
+        """Return when it has been open for so long without a break."""
+        while True:
+            await self._tripped.wait()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._closed.wait()
+            except TimeoutError:
+                return self
+
     async def outage_at(self, moment: float) -> bool:
         """Whether an outage covers the (monotonic) moment; waits for the first probe of an open breaker."""
         if self.open and not self._judged.is_set():
@@ -156,6 +168,7 @@ class Breaker:
         self._reason, self._since = reason, time.time()
         self._opened += 1
         self._closed.clear()
+        self._tripped.set()
         self._judged.clear()
         self._stirred.clear()
         log.warning("circuit breaker %s is open: %s", self.component, reason)
@@ -166,6 +179,7 @@ class Breaker:
         self._failures, self._since = 0, time.time()
         if self._outages and self._outages[-1].ended is None:
             self._outages[-1].ended = time.monotonic()
+        self._tripped.clear()
         self._closed.set()
         log.warning("circuit breaker %s is closed", self.component)
         if self._probing is not None and self._probing is not asyncio.current_task():
@@ -207,6 +221,14 @@ async def probed(probe: Probe, seconds: float) -> str | None:
     return None
 
 
+class HeldTooLong(TowlineError):
+    """A component that a session needs cannot be used."""
+
+    def __init__(self, breaker: Breaker):
+        super().__init__(f"{breaker.component} cannot be used: {breaker.reason}")
+        self.failure = breaker.component.partition(":")[0]
+
+
 class Breakers:
     """All breakers of a node by component."""
 
@@ -234,6 +256,26 @@ class Breakers:
 
     def __getitem__(self, component: str) -> Breaker:
         return self._breakers[component]
+
+    async def wait(self, components: Iterable[str], seconds: float) -> None:
+        """Return once all of them are closed; raises `HeldTooLong` when one has been open for so long."""
+        for component in components:
+            breaker = self._breakers[component]
+            try:
+                async with asyncio.timeout(seconds):
+                    await breaker.wait()
+            except TimeoutError as error:
+                raise HeldTooLong(breaker) from error
+
+    async def lasting(self, components: Iterable[str], seconds: float) -> HeldTooLong:
+        """Return, with the error for it, when one of them has been open for so long without a break."""
+        waits = [asyncio.ensure_future(self._breakers[component].lasts(seconds)) for component in components]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return HeldTooLong(done.pop().result())
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     @property
     def statuses(self) -> list[BreakerStatus]:

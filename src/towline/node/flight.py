@@ -37,6 +37,8 @@ class Flight:
     """The session's folder on the host."""
     changed: Callable[[Session], None]
     """Told of every step."""
+    engines: tuple[str, ...] = ()
+    """The components (`engine:NAME`) that its turns need."""
     prepared: Prepared | None = None
     sandbox: Sandbox | None = None
     gateway_id: str = ""

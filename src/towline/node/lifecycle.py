@@ -17,11 +17,14 @@ from towline.config import NodeSettings
 from towline.errors import TowlineError
 from towline.evaluators import leaks
 from towline.evaluators.base import Evaluator, JudgesSteps
+from towline.gateway.budget import Budget
+from towline.gateway.calls import FailedCall
 from towline.gateway.gateway import Gateway, Opened
 from towline.gateway.server import Door, Running
 from towline.gateway.session import Session as GatewaySession
 from towline.harnesses.base import HOME, Launch, Place
 from towline.harnesses.install import check_libc
+from towline.node.breakers import Breakers
 from towline.node.flight import Cancelled, Flight
 from towline.node.furnish import furnish, write_files
 from towline.node.judging import Judging
@@ -38,8 +41,20 @@ _GRACE = 5.0
 """Seconds that a harness has to end by itself once the gateway refuses it more."""
 
 
+_FIRST = (EndReason.CANCELLED, EndReason.LIMIT, EndReason.LOOPING, EndReason.TIMEOUT)
+"""Of several reasons at once, the one that counts."""
 _FOLLOWED = (EndReason.EXITED, EndReason.ERROR, EndReason.TIMEOUT)
 """How a step may end for the next to begin."""
+
+
+class TurnFailed(TowlineError):
+    """The harness ended, gave up or went on after a model call that the infrastructure failed."""
+
+    def __init__(self, call: FailedCall):
+        what = "stalled" if call.failure == "stall" else "failed"
+        super().__init__(f"a model call of engine {call.engine} {what} and was never answered: {call.error}")
+        self.failure = call.failure
+        self.call = call
 
 
 class NothingCaptured(TowlineError):
@@ -53,6 +68,7 @@ class Lifecycle:
     gateway: Gateway
     running: Running
     settings: NodeSettings
+    breakers: Breakers
     starts: set[Spec] = field(default_factory=set)
     """Specs in whose sandboxes their harness's interpreter was seen to start."""
     judging: Judging = field(init=False)
@@ -188,17 +204,23 @@ class Lifecycle:
         log = Log(flight.logs / "harness.log", self.settings.log_bytes)
         following = asyncio.ensure_future(_converse(process, launch.stdin, log))
         ended = asyncio.ensure_future(process.wait())
+        budget = Budget(seconds)
+        release = session.hold(budget)
         watches = {
+            EndReason.TIMEOUT: asyncio.ensure_future(budget.used_up()),
             EndReason.CANCELLED: asyncio.ensure_future(flight.cancelled.wait()),
             EndReason.LIMIT: asyncio.ensure_future(session.exhausted.wait()),
             EndReason.LOOPING: asyncio.ensure_future(looping.wait()),
         }
+        held = asyncio.ensure_future(self.breakers.lasting(flight.engines, self.settings.hold_seconds))
         try:
-            await asyncio.wait({ended, *watches.values()}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            cut = next((reason for reason, watch in watches.items() if watch.done()), EndReason.TIMEOUT)
+            await asyncio.wait({ended, held, *watches.values()}, return_when=asyncio.FIRST_COMPLETED)
+            cut = next((reason for reason in _FIRST if watches[reason].done()), None)
             if not ended.done() and cut is EndReason.LIMIT:
                 await asyncio.wait({ended}, timeout=_GRACE)
-            if ended.done():
+            if held.done() and not ended.done() and cut is None:
+                raise held.result()
+            if ended.done() or cut is None:
                 flight.exit_code = ended.result()
                 well = flight.exit_code in prepared.harness.success
                 flight.end_reason = cut if cut is EndReason.LIMIT else EndReason.EXITED if well else EndReason.ERROR
@@ -209,16 +231,28 @@ class Lifecycle:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(following), _GRACE)
         finally:
-            for pending in (following, ended, *watches.values()):
+            release()
+            for pending in (following, ended, held, *watches.values()):
                 pending.cancel()
-            await asyncio.gather(following, ended, *watches.values(), return_exceptions=True)
+            await asyncio.gather(following, ended, held, *watches.values(), return_exceptions=True)
             log.close()
+        if flight.end_reason is not EndReason.CANCELLED:
+            await self._check_calls(flight, session)
         nobody_called = not session.graph.nodes and prepared.harness.calls_model
         if nobody_called and flight.end_reason in (EndReason.EXITED, EndReason.ERROR):
             raise NothingCaptured(
                 f"harness {prepared.harness.name} ended with exit code {flight.exit_code} and made no model call that "
                 f"reached the gateway; it last said: {log.tail()[-1000:] or 'nothing'}"
             )
+
+    async def _check_calls(self, flight: Flight, session: GatewaySession) -> None:
+        """Raise if a model call that the infrastructure failed has led to where the session is."""
+        gave_up = flight.end_reason in (EndReason.EXITED, EndReason.ERROR)
+        await flight.within(session.settle(patient=not gave_up), None, "waiting")
+        if (call := session.failure) is not None:
+            failure = TurnFailed(call)
+            flight.notes.append(str(failure))
+            raise failure
 
     # BUILD
 

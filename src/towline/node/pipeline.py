@@ -14,30 +14,28 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from towline.config import NodeSettings
 from towline.errors import ConfigError, TowlineError
 from towline.gateway.gateway import Gateway
 from towline.gateway.server import Running
-from towline.node.breakers import ENGINE_FAILURES, SANDBOX_FAILURES, Breaker, Breakers
-from towline.node.flight import Cancelled, Flight
+from towline.node.breakers import HeldTooLong
+from towline.node.components import Components
+from towline.node.flight import Cancelled, Flight, StageTimeout
 from towline.node.furnish import FurnishError
 from towline.node.judging import EvaluationFailed
-from towline.node.lifecycle import Lifecycle, NothingCaptured
+from towline.node.lifecycle import Lifecycle, NothingCaptured, TurnFailed
 from towline.node.preparing import InstallsLike, Prepared, Preparer
-from towline.node.probing import probe_engine, probe_sandbox
 from towline.node.runtimes import Runtimes
 from towline.node.slots import Slots
-from towline.sandboxes.base import Unsupported
+from towline.sandboxes.base import SandboxError, Unsupported
 from towline.schema import (
     BreakerStatus,
     EndReason,
     FailureReason,
     Reward,
     RewardStatus,
-    SandboxKind,
     Session,
     SessionState,
     Task,
@@ -45,6 +43,8 @@ from towline.schema import (
 )
 
 log = logging.getLogger("towline.node")
+_PARDONED = 10
+"""Outages that a sample may end in without using up an attempt: after so many it is likely their cause."""
 _HOPELESS = (ConfigError, FurnishError, NothingCaptured, Unsupported)
 """What would fail again in the same way."""
 
@@ -60,6 +60,8 @@ class Finished:
     """It failed for a reason that trying again does not change."""
     blameless: bool = False
     """It failed in an outage of an engine or a sandbox runtime: trying again uses up no attempt."""
+    held: bool = False
+    """It waited in vain for an engine or a sandbox runtime that cannot be used: this node does not try again by itself."""
 
     @property
     def usable(self) -> bool:
@@ -95,14 +97,12 @@ class Node:
         self.settings = settings
         # Sandboxes have other working folders than the node.
         self.data = data.absolute()
-        self.runtimes = Runtimes(settings, self.data / "sandboxes", cache)
+        self.components = Components(gateway, settings)
+        self.runtimes = Runtimes(settings, self.data / "sandboxes", cache, self.components.sandbox_made)
+        self.components.open(self.runtimes)
         self.preparer = Preparer(settings, self.runtimes, installs)
-        self.lifecycle = Lifecycle(gateway, running, settings)
+        self.lifecycle = Lifecycle(gateway, running, settings, self.components.breakers)
         self.changed = changed or (lambda session: None)
-        self._breakers = Breakers()
-        for lane in gateway.lanes:
-            self._breakers.add(f"engine:{lane.name}", partial(probe_engine, lane), ENGINE_FAILURES)
-        self._sandbox_breaker(settings.sandbox)
         self.flights: dict[str, Flight] = {}
         self._tasks: set[asyncio.Task[Finished]] = set()
         self._init = Slots(settings.init_workers)
@@ -117,7 +117,7 @@ class Node:
         for flight in list(self.flights.values()):
             flight.cancelled.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._breakers.close()
+        await self.components.close()
         await self.runtimes.close()
 
     # Circuit breakers
@@ -125,31 +125,24 @@ class Node:
     @property
     def breakers(self) -> list[BreakerStatus]:
         """Of every engine, and of every sandbox runtime that was asked for."""
-        return self._breakers.statuses
+        return self.components.breakers.statuses
 
     @property
     def on_breaker(self) -> Callable[[BreakerStatus], None]:
         """Told of every change of a breaker."""
-        return self._breakers.on_breaker
+        return self.components.breakers.on_breaker
 
     @on_breaker.setter
     def on_breaker(self, tell: Callable[[BreakerStatus], None]) -> None:
-        self._breakers.on_breaker = tell
+        self.components.breakers.on_breaker = tell
 
     async def breaker_changed(self) -> BreakerStatus:
         """Wait for the next change of a breaker."""
-        return await self._breakers.changed()
+        return await self.components.breakers.changed()
 
     async def probe(self) -> list[str]:
-        """Use every engine and the default sandbox once; one line per problem, and the breaker of each is opened."""
-        breakers = [self._breakers[f"engine:{lane.name}"] for lane in self.gateway.lanes]
-        breakers.append(self._sandbox_breaker(self.settings.sandbox))
-        found = await asyncio.gather(*(breaker.check() for breaker in breakers))
-        return [f"{breaker.component}: {problem}" for breaker, problem in zip(breakers, found, strict=True) if problem]
-
-    def _sandbox_breaker(self, kind: SandboxKind) -> Breaker:
-        probe = partial(probe_sandbox, self.runtimes, kind, self.settings)
-        return self._breakers.add(f"sandbox:{kind.value}", probe, SANDBOX_FAILURES)
+        """Use every engine and the default sandbox once; one line per problem, with which its breaker opens."""
+        return await self.components.probe()
 
     # Groups
 
@@ -180,11 +173,18 @@ class Node:
 
     async def attempts(self, task: Task, sample: int) -> Finished:
         """One sample, tried again while its infrastructure fails."""
-        for attempt in range(1, task.max_attempts + 1):
+        strikes = pardoned = attempt = 0
+        while True:
+            attempt += 1
             one = await self.submit(task, new_session(task, sample, attempt))
-            if one.session.state is not SessionState.FAILED or one.hopeless:
-                break
-        return one
+            if one.session.state is not SessionState.FAILED or one.hopeless or one.held:
+                return one
+            if one.blameless and pardoned < _PARDONED:
+                pardoned += 1
+            else:
+                strikes += 1
+            if strikes >= task.max_attempts:
+                return one
 
     # Sessions
 
@@ -240,6 +240,7 @@ class Node:
         finally:
             self.flights.pop(flight.session.session_id, None)
             await self._let_go(flight)
+        blameless = error is not None and await self._in_outage(flight, error)
         flight.timings["total"] = time.perf_counter() - began
         try:
             trajectory = await self._conclude(flight, state, error, reward)
@@ -249,20 +250,45 @@ class Node:
             # What was sampled goes to whoever waits for it, even if it cannot be written here.
             kept = flight.trajectory or self._bare(flight, state, str(failure))
             changes = {"state": state, "end_reason": flight.end_reason, "error": str(failure) or repr(failure)}
-            changes["failure"] = _reason(failure)
+            changes |= {"failure": _reason(failure)}
             trajectory = Trajectory.model_validate(kept.__dict__ | changes)
         failed = state is SessionState.FAILED
-        flight.advance(state, error=trajectory.error if failed else None, failure=_reason(error) if failed else None)
-        return Finished(flight.session, trajectory, flight.logs, isinstance(error, _HOPELESS))
+        flight.advance(state, error=trajectory.error if failed else None, failure=trajectory.failure)
+        hopeless, held = isinstance(error, _HOPELESS), isinstance(error, HeldTooLong)
+        return Finished(flight.session, trajectory, flight.logs, hopeless, blameless or held, held)
+
+    async def _in_outage(self, flight: Flight, error: BaseException) -> bool:
+        """Whether the session failed in an outage of a component that it needs."""
+        if isinstance(error, _HOPELESS):
+            return False
+        if isinstance(error, TurnFailed):
+            component, at = f"engine:{error.call.engine}", error.call.at
+        elif isinstance(error, SandboxError) or (isinstance(error, StageTimeout) and flight.gateway_id == ""):
+            component, at = self.components.sandbox_of(flight.task).component, time.monotonic()
+        else:
+            return False
+        asking = asyncio.ensure_future(self.components.outage(component, at))
+        cancelled = asyncio.ensure_future(flight.cancelled.wait())
+        try:
+            await asyncio.wait((asking, cancelled), return_when=asyncio.FIRST_COMPLETED)
+            return asking.done() and asking.result()
+        finally:
+            asking.cancel()
+            cancelled.cancel()
 
     async def _through(self, flight: Flight) -> Reward | None:
         """All stages in order; the reward, if there is an evaluator."""
         task, seconds = flight.task, self.settings.seconds
         budgets = task.timeouts
         priority = task.priority
+        sandbox = self.components.sandbox_of(task)
+        with flight.timed("queued"):
+            await flight.within(self._usable(sandbox.component), None, "waiting")
         with flight.timed("prepare"):
+            await flight.within(self._opened(flight), seconds.prepare, "opening the sandbox runtime")
             prepared = await flight.within(self.preparer.prepare(task), seconds.prepare, "preparing the environment")
             flight.prepared = prepared
+        flight.engines = self.components.engines_of(prepared.harness.settings, task.settings)
         with flight.timed("queued"):
             await flight.within(self._ahead.acquire(priority), None, "waiting")
         try:
@@ -270,6 +296,8 @@ class Node:
             with flight.timed("ready"):
                 await flight.within(self._run.acquire(priority), None, "waiting")
             try:
+                with flight.timed("ready"):
+                    await flight.within(self._usable(*flight.engines), None, "waiting")
                 flight.advance(SessionState.RUNNING)
                 with flight.timed("run"):
                     await self.lifecycle.run(flight, prepared, budgets.run or seconds.run)
@@ -291,13 +319,32 @@ class Node:
             with flight.timed("evaluate"):
                 return await self.lifecycle.evaluate(flight, prepared, trajectory, budgets.evaluate or seconds.evaluate)
 
+    async def _usable(self, *components: str) -> None:
+        """Wait until the circuit breakers of all of them are closed."""
+        await self.components.breakers.wait(components, self.settings.hold_seconds)
+
+    async def _opened(self, flight: Flight) -> None:
+        """Have the runtime of the session's sandbox opened."""
+        sandbox = self.components.sandbox_of(flight.task)
+        try:
+            await self.components.usable_runtime(flight.task)
+        except (SandboxError, OSError) as error:
+            raise HeldTooLong(sandbox) from error
+
     async def _made_ready(self, flight: Flight, prepared: Prepared, seconds: float) -> None:
         with flight.timed("queued"):
             await flight.within(self._init.acquire(flight.task.priority), None, "waiting")
+        sandbox = self.components.sandbox_of(flight.task)
         try:
+            with flight.timed("queued"):
+                await flight.within(self._usable(sandbox.component), None, "waiting")
             flight.advance(SessionState.INIT)
             with flight.timed("init"):
                 await flight.within(self.lifecycle.init(flight, prepared), seconds, "INIT")
+        except StageTimeout as error:
+            if flight.sandbox is None:
+                sandbox.failed(f"no sandbox was made within {seconds:g} s")
+            raise error
         finally:
             self._init.release()
         flight.advance(SessionState.READY)
@@ -329,7 +376,7 @@ class Node:
             "state": state,
             "end_reason": flight.end_reason,
             "error": said or built.error,
-            "failure": _reason(error) if state is SessionState.FAILED else built.failure,
+            "failure": _reason(error) if state is SessionState.FAILED else None,
             "timings": flight.timings,
             "metadata": {**built.metadata, **self._metadata(flight)},
         }

@@ -6,7 +6,7 @@ import numpy as np
 
 from towline.config import NodeSettings
 from towline.conversation import Message, Request
-from towline.engines.base import Probed, SampleRequest
+from towline.engines.base import EngineGone, Probed, Reachable, SampleRequest
 from towline.gateway.lanes import Lane
 from towline.node.runtimes import Runtimes
 from towline.sandboxes.base import DEFAULT_RESOURCES, SandboxError, Spec, execute
@@ -23,6 +23,8 @@ async def probe_engine(lane: Lane) -> None:
     if isinstance(engine, Probed):
         await engine.probe()
         return
+    if isinstance(engine, Reachable) and engine.trouble:
+        raise EngineGone(engine.trouble)
     message = Message("user", "Hi")
     prompt = np.asarray(lane.codec.prompt([message], Frame()).ids, np.int32)
     request = Request("", lane.model, [message])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from towline.config import NodeSettings
@@ -16,7 +18,15 @@ from towline.schema import Environment, Network, SandboxKind
 
 
 class Runtimes:
-    def __init__(self, settings: NodeSettings, data: Path, cache: Path):
+    def __init__(
+        self,
+        settings: NodeSettings,
+        data: Path,
+        cache: Path,
+        made: Callable[[SandboxKind, Exception | None], None] = lambda kind, error: None,
+    ):
+        """`made` is told of every sandbox that was made (None) or could not be."""
+        self._made = made
         self.settings = settings
         self.data = data
         self.cache = cache
@@ -36,7 +46,8 @@ class Runtimes:
                 except BaseException:
                     await runtime.close()
                     raise
-                self._open[kind] = (runtime, Pool(runtime, size=self.settings.warm))
+                pool = Pool(runtime, size=self.settings.warm, made=partial(self._made, kind))
+                self._open[kind] = (runtime, pool)
             return self._open[kind]
 
     async def build(

@@ -36,6 +36,8 @@ Links = Literal["inside", "any"]
 class ArchiveError(TowlineError):
     """An archive that is broken, too large, or tries to leave its folder."""
 
+    failure = "sandbox"
+
 
 def pack(files: Mapping[str, bytes | Path], *, modes: Mapping[str, int] | None = None) -> bytes:
     """A tar of files by name. A `Path` is a file or folder of this machine; its own mode is kept unless `modes` says."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -47,7 +48,10 @@ class Pool:
         most: int | None = None,
         idle_seconds: float = 600.0,
         makers: int = 4,
+        made: Callable[[Exception | None], None] = lambda error: None,
     ):
+        """`made` is told of every sandbox that was made (None) or could not be."""
+        self._made = made
         self._runtime, self._size, self._idle = runtime, size, idle_seconds
         self._most = max(8, 4 * size) if most is None else most
         self._makers = asyncio.Semaphore(makers)
@@ -89,8 +93,17 @@ class Pool:
             if made is not None:
                 self._refill(spec, shelf)
                 return made
-        sandbox = await self._runtime.create(spec)
+        sandbox = await self._create(spec)
         self._refill(spec, shelf)
+        return sandbox
+
+    async def _create(self, spec: Spec) -> Sandbox:
+        try:
+            sandbox = await self._runtime.create(spec)
+        except (TowlineError, OSError) as error:
+            self._made(error)
+            raise
+        self._made(None)
         return sandbox
 
     async def _next(self, shelf: _Shelf) -> Sandbox | None:
@@ -136,7 +149,7 @@ class Pool:
         failure: Exception | None = None
         try:
             async with self._makers:
-                sandbox = await self._runtime.create(spec)
+                sandbox = await self._create(spec)
         except (TowlineError, OSError) as error:
             failure = error
         task = asyncio.current_task()

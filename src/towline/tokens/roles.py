@@ -8,7 +8,7 @@ is `side`, or a sub-agent or a compaction by its headers and lineage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from towline.schema import ForkReason, TurnRole, Untrained
 from towline.tokens.graph import Graph, Node
@@ -17,8 +17,8 @@ _GOES_ON = (None, ForkReason.IMAGE_UNREPORTED)
 """Reasons of turns that simply go on, though their prompts are made anew."""
 
 
-def assign(graph: Graph, instruction: str = "") -> dict[Node, TurnRole]:
-    """A role for every finished turn."""
+def assign(graph: Graph, instruction: str = "", *, also: Collection[Node] = ()) -> dict[Node, TurnRole]:
+    """A role for every finished turn. Those in `also` get the role that they had if they were delivered."""
     trees: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         if node.finish is not None:
@@ -27,7 +27,7 @@ def assign(graph: Graph, instruction: str = "") -> dict[Node, TurnRole]:
         return {}
     # What was rendered anew has no parent, but it went on all the same.
     went_on = {n.parent or n.origin for n in graph.nodes if n.parent is not None or n.reason in _GOES_ON}
-    seen = {node for nodes in trees.values() for node in nodes if node.delivered or node in went_on}
+    seen = {node for nodes in trees.values() for node in nodes if node.delivered or node in went_on or node in also}
     candidates = {root: nodes for root, nodes in trees.items() if not seen.isdisjoint(nodes)} or trees
     # What another engine was asked is never what the session is about, unless nothing else was.
     main = _main({root: nodes for root, nodes in candidates.items() if not _frozen(root)} or candidates, instruction)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from towline.conversation import Finish
-from towline.engines.base import Capture, EngineInfo, Ids, Load, PauseMode, Sample, SampleRequest
+from towline.engines.base import Capture, ContextExceeded, EngineInfo, Ids, Load, PauseMode, Sample, SampleRequest
 from towline.engines.embedded.cache import RadixCache
 from towline.engines.embedded.config import DecoderConfig
 from towline.engines.embedded.loop import Stats, StepLoop
@@ -30,6 +30,7 @@ from towline.engines.embedded.runner import Runner, Weights
 from towline.engines.embedded.sampler import Sampler
 from towline.engines.embedded.scheduler import Scheduler
 from towline.engines.embedded.turn import Turn
+from towline.engines.holds import Gate, Holds
 from towline.engines.stops import StopStrings
 from towline.engines.validation import check_sample
 from towline.errors import ConfigError, EngineError
@@ -81,6 +82,7 @@ class EmbeddedEngine:
         self._prefill_chunk = prefill_chunk
         self._loop: StepLoop | None = None
         self._reading = asyncio.Lock()
+        self._gate = Gate()
         self._closed = False
 
     @property
@@ -96,6 +98,10 @@ class EmbeddedEngine:
             "torch": torch.__version__,
         }
         return EngineInfo("embedded", Capture.TOKENS, self._context, config.vocab_size, details)
+
+    @property
+    def holds(self) -> Holds:
+        return self._gate.holds
 
     @property
     def version(self) -> int:
@@ -142,7 +148,8 @@ class EmbeddedEngine:
             return turn.result()
         loop.post(lambda: loop.submit(turn))
         try:
-            return check_sample(await answer, request, self._config.vocab_size)
+            with request.held_by(self.holds):
+                return check_sample(await answer, request, self._config.vocab_size)
         except asyncio.CancelledError:
             with contextlib.suppress(EngineError):  # A closed engine has ended the turn already.
                 loop.post(lambda: loop.cancel(turn))
@@ -156,12 +163,14 @@ class EmbeddedEngine:
         loop = self._running()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         resolve = _resolver(done)
+        self._gate.clear()
         loop.post(lambda: loop.pause(mode, deadline, resolve))
         await done
 
     async def resume(self, version: int | None = None) -> None:
         loop = self._running()
         await self._call(lambda: loop.resume(version))
+        self._gate.set()
 
     async def ready(self) -> None:
         loop = self._running()
@@ -217,7 +226,7 @@ class EmbeddedEngine:
         if len(prompt) == 0:
             raise EngineError("the prompt is empty: at least one token is needed")
         if len(prompt) > self._context:
-            raise EngineError(f"the prompt has {len(prompt)} tokens, the context {self._context}")
+            raise ContextExceeded(f"the prompt has {len(prompt)} tokens, the context {self._context}")
         if request.max_tokens < 0:
             raise EngineError(f"max_tokens must not be negative, it is {request.max_tokens}")
         if request.temperature and not SMALLEST_TEMPERATURE <= request.temperature < math.inf:
@@ -257,6 +266,7 @@ class EmbeddedEngine:
             stops=StopStrings(request.stop_strings, self._decode) if request.stop_strings and self._decode else None,
             random=self._random(request.seed, len(prompt)) if draws else None,
             deliver=deliver,
+            beat=None if request.pulse is None else request.pulse.beat,
         )
 
     def _random(self, seed: int | None, prompt: int) -> np.random.Generator:

@@ -225,6 +225,10 @@ class StepLoop:
                 failure.__cause__ = error
                 self._fail(piece.turn, failure)
         self._totals.steps += 1
+        # One thread computes for all: while it steps, those that wait for their turn are not stalled.
+        for turn in [*self._scheduler.running, *self._scheduler.waiting]:
+            if turn.beat is not None:
+                turn.beat(0)
         return True
 
     def _compute(self, plan: Plan) -> None:
@@ -281,6 +285,8 @@ class StepLoop:
             self._fail(turn, failure)
             return
         self._totals.decoded_tokens += turn.emitted - before
+        if turn.beat is not None:
+            turn.beat(turn.emitted - before)
         if turn.finish is not None:
             self._scheduler.remove(turn)
             turn.deliver(turn.result())

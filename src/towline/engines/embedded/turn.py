@@ -43,6 +43,8 @@ class Turn:
     """Draws of this turn alone, so that they do not depend on what else runs; `None` if nothing is drawn."""
     deliver: Callable[[Sample | EngineError], None]
 
+    beat: Callable[[int], None] | None = None
+    """Told of every step of the engine, with the tokens that it gave this turn."""
     version: int | None = None
     """Of the weights it runs under, once it has begun."""
     logprobs: list[float] = field(default_factory=list)

@@ -13,6 +13,7 @@ from them here, and the stretch goes on behind that token.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
@@ -170,11 +171,14 @@ class LlamaCppEngine(RemoteEngine):
         stops = StopStrings(request.stop_strings, self._decode) if request.stop_strings and self._decode else None
         entropy = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed % (1 << 64)
         count = STRETCH
-        async with self._slots.taken(request.prompt) as slot:
+        async with contextlib.AsyncExitStack() as stack:
+            with request.waiting():
+                slot = await stack.enter_async_context(self._slots.taken(request.prompt))
             while flight.finish is None and len(flight.ids) < limit:
                 ids, logprobs = await self._stretch(flight, slot, entropy, min(count, limit - len(flight.ids)))
                 self._slots.keep(slot, _joined(request.prompt, [*flight.ids, *ids]))
                 self.stats.decoded_tokens += len(ids)
+                request.beat(len(ids))
                 _take(flight, ids, logprobs, stops)
                 # What is behind a token without a logprob is thrown away: where there is one, there are often more.
                 count = min(STRETCH, 2 * len(ids))

@@ -37,6 +37,8 @@ class Membership:
         self.updating = asyncio.Lock()
         self.watchers: list[Callable[[], None]] = []
         """Called when replicas that are out may find it worth while to try again."""
+        self.on_reach: list[Callable[[str], None]] = []
+        """Told of the trouble when the last replica leaves, and with an empty text when the first is back."""
         self._inhabited = asyncio.Event()
         self._deserted = 0.0
         """Since when no replica serves, if none does."""
@@ -63,7 +65,9 @@ class Membership:
         replica.epoch += 1
         replica.info = replica.engine.info
         replica.serving, replica.trouble = True, ""
-        self._inhabited.set()
+        if not self._inhabited.is_set():
+            self._inhabited.set()
+            self._tell_reach("")
         self.dispatcher.rearrange()
 
     async def readmit(self, replica: Replica, weights: Weights) -> bool:
@@ -95,7 +99,12 @@ class Membership:
             self._inhabited.clear()
             self._deserted = asyncio.get_running_loop().time()
             self.await_replicas()
+            self._tell_reach(f"no replica serves: {self.troubles()}")
         self.dispatcher.rearrange()
+
+    def _tell_reach(self, trouble: str) -> None:
+        for tell in self.on_reach:
+            tell(trouble)
 
     async def inhabited(self) -> bool:
         """Wait until a replica serves, up to the deadline."""

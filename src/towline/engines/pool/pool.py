@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client import Metric
 
 from towline.conversation import Finish, Media
 from towline.engines.base import Engine, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest, Seeing
+from towline.engines.holds import Gate, Holds
 from towline.engines.pool.combining import combine
 from towline.engines.pool.dispatch import Waiter
 from towline.engines.pool.membership import Membership
@@ -60,8 +61,7 @@ class Pool:
         self._dispatcher = self._members.dispatcher
         self._watches = [Watch(self._members, replica, interval) for replica in self.replicas]
         self._moves = moves
-        self._running = asyncio.Event()
-        self._running.set()
+        self._running = Gate()
         self._started = self._closed = False
 
     @property
@@ -71,6 +71,17 @@ class Pool:
     @property
     def version(self) -> int:
         return self._members.version
+
+    @property
+    def holds(self) -> Holds:
+        return self._running.holds
+
+    @property
+    def trouble(self) -> str:
+        return "" if self._members.serving else f"no replica serves: {self._members.troubles()}"
+
+    def watch_reach(self, tell: Callable[[str], None]) -> None:
+        self._members.on_reach.append(tell)
 
     async def start(self) -> None:
         """Start every replica. Those that cannot be reached join when they answer; one at least must."""
@@ -115,7 +126,7 @@ class Pool:
 
     async def sample(self, request: SampleRequest) -> Sample:
         turn, arrival = MovingTurn(request), self._dispatcher.arrive(request.id)
-        while (replica := await self._slot(request, arrival)) is not None:
+        while (replica := await self._granted(request, arrival)) is not None:
             epoch = replica.epoch
             try:
                 asked = turn.rest()
@@ -143,6 +154,10 @@ class Pool:
             return turn.whole(part)
         self._dispatcher.cut(request.id, arrival)
         return turn.aborted()
+
+    async def _granted(self, request: SampleRequest, arrival: int) -> Replica | None:
+        with request.waiting():
+            return await self._slot(request, arrival)
 
     async def _slot(self, request: SampleRequest, arrival: int) -> Replica | None:
         """Wait for a replica; None if the turn is aborted before it has one."""
@@ -211,9 +226,16 @@ class Pool:
         """Replace the weights of every replica. Those that fail leave, and return with these weights; if none takes them,
         the pool stays at the weights it had."""
         # Half an update would leave replicas with different weights: it goes on even if the caller leaves.
-        giving = asyncio.get_running_loop().create_task(update(self._members, Weights(version, folder)))
+        giving = asyncio.get_running_loop().create_task(self._update(Weights(version, folder)))
         giving.add_done_callback(lambda giving: giving.cancelled() or giving.exception())
         await asyncio.shield(giving)
+
+    async def _update(self, weights: Weights) -> None:
+        self.holds.hold("updating")
+        try:
+            await update(self._members, weights)
+        finally:
+            self.holds.release("updating")
 
     # Figures
 

@@ -167,6 +167,7 @@ class SglangEngine(RemoteEngine):
                 async for event in self._events("/generate", body | {"stream": True}):
                     self._note(flight, event)
             else:
+                request.blind()
                 self._note(flight, await self._generate(body))
         except asyncio.CancelledError:
             self._later(self._abort(name))
@@ -191,7 +192,9 @@ class SglangEngine(RemoteEngine):
         if label is not None and self._label is not None and str(label) != self._label:
             raise EngineGone(f"{self.url} has the weights {label!r} in place of {self._label!r}: it was started again")
         with reading(f"{self.url}/generate", event):
-            self.stats.decoded_tokens += wire.read(meta, flight)
+            fresh = wire.read(meta, flight)
+        self.stats.decoded_tokens += fresh
+        flight.request.beat(fresh)
 
     async def _score(self, prompt: Ids, id: int, temperature: float) -> tuple[float, dict[str, object]]:
         """The logprob of `id` behind `prompt`."""

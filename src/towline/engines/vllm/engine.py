@@ -164,7 +164,9 @@ class VllmEngine(RemoteEngine):
             with reading(self.url + self._route, event):
                 unseen = unseen and not images.check(event, request)
                 self._recognise(event, flight)
-                self.stats.decoded_tokens += wire.read(self._route, event, flight)
+                fresh = wire.read(self._route, event, flight)
+            self.stats.decoded_tokens += fresh
+            request.beat(fresh)
         if unseen and flight.finish is not Finish.ABORT:
             raise EngineError(f"{self.url} does not tell what its model was shown")
         if flight.versions:

@@ -22,6 +22,8 @@ _ARRAY_ALIGNMENT = 16
 class JournalError(TowlineError):
     """The journal cannot do what was asked. After a failed write or sync it acknowledges nothing any more."""
 
+    failure = "storage"
+
 
 class RecordError(JournalError):
     """A record that cannot be encoded, or bytes that are not one."""
