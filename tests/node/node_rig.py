@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from towline import rollout
 from towline.config import GatewaySettings, NodeSettings, Settings
 from towline.engines.scripted import Script, ScriptedEngine
 from towline.gateway.gateway import Gateway
+from towline.gateway.lanes import Lane
+from towline.node.breakers import Backoff
 from towline.node.pipeline import Node
 from towline.schema import SandboxKind, Session, SessionState, Task
 from towline.tokens.codec import Codec
@@ -61,26 +63,33 @@ async def running_node(
     script: Script | None = None,
     *,
     sandbox: SandboxKind = SandboxKind.BUBBLEWRAP,
+    engine: ScriptedEngine | None = None,
+    stall_seconds: float = 120.0,
+    backoff: Backoff | None = None,
+    others: Mapping[str, Lane] | None = None,
     **settings: Any,
 ) -> AsyncIterator[NodeRig]:
-    engine = ScriptedEngine(codec, script)
+    engine = engine or ScriptedEngine(codec, script)
     chosen = Settings(
         gateway=GatewaySettings(port=0, control_port=0, data=out, journal="os"),
         node=NodeSettings(sandbox=sandbox, **settings),
     )
-    gateway = Gateway(engine, codec, chosen.gateway, model="scripted")
+    gateway = Gateway(engine, codec, chosen.gateway, model="scripted", stall_seconds=stall_seconds, others=others or {})
     changes: list[Session] = []
     async with rollout.node_on(gateway, chosen, out, changed=changes.append) as node:
+        if backoff is not None:
+            for status in node.breakers:
+                node.components.breakers[status.component].backoff = backoff
         yield NodeRig(node, gateway, engine, out, changes)
 
 
-def a_task(behaviour: str = "work", **fields: Any) -> Task:
+def a_task(behaviour: str = "work", *, program: str = "agent.py", **fields: Any) -> Task:
     """A task for the program, which behaves as it is told."""
     base = {
         "task_id": f"a-task-{behaviour}",
         "instruction": "Write hello to hello.txt.",
         "harness": "shell",
-        "harness_options": {"command": f"python3 {{program}}/agent.py {behaviour}", "folder": str(PROGRAM)},
+        "harness_options": {"command": f"python3 {{program}}/{program} {behaviour}", "folder": str(PROGRAM)},
     }
     return Task.model_validate(base | fields)
 

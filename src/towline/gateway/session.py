@@ -423,8 +423,10 @@ class Session:
     async def _ask(self, node: Node, wanted: SampleRequest) -> Sample:
         lane = self.lanes[node.engine]
         pulse = self.pulses[node.id] = Pulse(lane.stall_seconds)
+        asked = replace(wanted, pulse=pulse)
         try:
-            sampled = await turns.sample(lane, wanted, pulse)
+            size = lane.codec.tokenizer.size
+            sampled = await pulse.guard(turns.sample(lane.engine, asked, size, lane.usable))
         except EngineError as error:
             lane.report(error)
             raise

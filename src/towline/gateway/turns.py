@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,9 @@ import numpy as np
 import orjson
 
 from towline.conversation import Finish, Message, Reply, TokenLogprob, Tool, ToolCall
-from towline.engines.base import Ids, Sample, SampleRequest
-from towline.engines.pulse import Pulse
+from towline.engines.base import Engine, Ids, Sample, SampleRequest
 from towline.engines.validation import check_sample
 from towline.errors import EngineError
-from towline.gateway.lanes import Lane
 from towline.tokens.codec import Codec
 from towline.tokens.graph import Node
 
@@ -27,21 +25,23 @@ _PIECE = 16_384
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
-async def sample(lane: Lane, request: SampleRequest, pulse: Pulse) -> Sample:
-    """A whole turn; `EngineStalled` if the engine produces no token for too long."""
-    return await pulse.guard(_sample(lane, replace(request, pulse=pulse)))
+async def sample(
+    engine: Engine,
+    request: SampleRequest,
+    vocabulary: int = 0,
+    usable: Callable[[], Awaitable[None]] | None = None,
+) -> Sample:
+    """A whole turn. What an abort cuts short goes on from its prompt plus its tokens so far, once the engine is ready.
 
-
-async def _sample(lane: Lane, request: SampleRequest) -> Sample:
-    """What an abort cuts short goes on from its prompt plus its tokens so far, once the engine is ready."""
-    engine = lane.engine
+    `vocabulary`: how many ids there are, for engines that do not say. `usable`: waits until the engine may be asked.
+    """
     parts: list[Sample] = []
     current, fruitless = request, 0
     while True:
-        with request.waiting():
-            await lane.usable()
-        sampled = await engine.sample(current)
-        part = check_sample(sampled, current, engine.info.vocabulary or lane.codec.tokenizer.size)
+        if usable is not None:
+            with request.waiting():
+                await usable()
+        part = check_sample(await engine.sample(current), current, engine.info.vocabulary or vocabulary)
         parts.append(part)
         if part.finish is not Finish.ABORT:
             return _joined(parts)

@@ -67,7 +67,7 @@ class Breaker:
         self._probe = probe
         self._most = failures
         self._changed = changed
-        self._backoff = backoff or Backoff()
+        self.backoff = backoff or Backoff()
         self._failures = 0
         self._streak = 0.0
         """When the failures in a row began (monotonic)."""
@@ -118,7 +118,7 @@ class Breaker:
 
     async def check(self) -> str | None:
         """Probe now; what is wrong, with which the breaker opens, or None."""
-        problem = await probed(self._probe, self._backoff.probe)
+        problem = await probed(self._probe, self.backoff.probe)
         if problem is None:
             self.succeeded()
         else:
@@ -187,12 +187,12 @@ class Breaker:
         self._changed(self)
 
     async def _until_usable(self) -> None:
-        pause = self._backoff.first
+        pause = self.backoff.first
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stirred.wait(), pause)
             self._stirred.clear()
-            problem = await probed(self._probe, self._backoff.probe)
+            problem = await probed(self._probe, self.backoff.probe)
             if problem is None:
                 self._judged.set()
                 self._close()
@@ -202,7 +202,7 @@ class Breaker:
                 self._judged.set()
             self._reason = problem
             self._changed(self)
-            pause = min(pause * 2, self._backoff.longest)
+            pause = min(pause * 2, self.backoff.longest)
 
 
 async def probed(probe: Probe, seconds: float) -> str | None:
