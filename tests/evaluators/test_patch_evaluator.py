@@ -137,6 +137,16 @@ async def test_swe_bench_rows(bubblewrap: Runtime, tmp_path: Path) -> None:
     assert reward.components == {"applied": 1, "fail_to_pass": 1, "pass_to_pass": 0}
 
 
+@pytest.mark.parametrize("environment", [ENVIRONMENT, WITH_GIT])
+async def test_names_that_are_not_text(rig: MakeRig, environment: dict[str, Any]) -> None:
+    """Files of any name are judged, told of and left out like others."""
+    odd = "; ".join(f"echo x >\"{folder}$(printf '\\377')\"" for folder in ("", "tests/"))
+    made = rig(SPEC, environment=environment)
+    assert (await made.judge(f"{FIX}; {odd}")).value == 1
+    assert (await made.judge(odd)).value == 0
+    assert "tests/" in (made.logs / "left-out.txt").read_text()
+
+
 @pytest.mark.parametrize("log_format", [{"log_parser": "parse_log_tap"}, {}])
 async def test_a_row_of_another_language(bubblewrap: Runtime, tmp_path: Path, log_format: dict[str, str]) -> None:
     """A right patch scores 1 by a log that no Python program prints, a wrong one 0, and an unreadable log is no score."""

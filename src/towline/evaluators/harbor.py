@@ -196,8 +196,9 @@ class HarborEvaluator:
             archive = await sandbox.get(LOGS, most=_LOG_BYTES)
             await asyncio.to_thread(archives.unpack, archive, logs, most=_LOG_BYTES)
             return archives.read_file(archive, f"verifier/{OUTPUT}").decode("utf-8", "replace")
-        except (SandboxError, archives.ArchiveError) as error:
-            await asyncio.to_thread((logs / "not-kept.txt").write_text, f"{error}\n")
+        except (SandboxError, archives.ArchiveError, OSError) as error:
+            said = f"{error}\n".encode("utf-8", "backslashreplace")
+            await asyncio.to_thread((logs / "not-kept.txt").write_bytes, said)
             return ""
 
     def _reward(self, found: dict[str, float]) -> Reward:

@@ -10,6 +10,7 @@ named test ended is an error. Otherwise the exit code decides.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -89,12 +90,12 @@ class PatchEvaluator:
         change = await self._change(bench, carried, repository, is_test)
         await asyncio.to_thread((bench.logs / "agent.patch").write_bytes, change.shown)
         if change.left_out:
-            await asyncio.to_thread((bench.logs / "left-out.txt").write_text, "\n".join(change.left_out) + "\n")
+            await asyncio.to_thread(_write, bench.logs / "left-out.txt", change.left_out)
         async with bench.sandbox() as sandbox:
             if test_patch and (problem := await apply_diff(sandbox, repository, test_patch)):
                 raise EvaluationError(f"test_patch cannot be applied to a clean repository: {problem}")
             if problem := await change.apply(sandbox, repository):
-                await asyncio.to_thread((bench.logs / "not-applied.txt").write_text, f"{problem}\n")
+                await asyncio.to_thread(_write, bench.logs / "not-applied.txt", [problem])
                 return Reward(value=self.lowest, components={"applied": 0.0}, evaluator=self.kind)
             await put_files(sandbox, options.files)
             command = ["sh", "-c", options.command] if isinstance(options.command, str) else options.command
@@ -134,3 +135,8 @@ class PatchEvaluator:
         }
         solved = all(share == 1.0 for share in shares.values())
         return Reward(value=float(solved), components={"applied": 1.0, **shares}, evaluator=self.kind)
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    """Keep lines that may hold names which are not text."""
+    path.write_text("".join(f"{line}\n" for line in lines), "utf-8", "backslashreplace")

@@ -159,4 +159,4 @@ def _shown(before: Mapping[str, Entry], files: Mapping[str, Entry | None]) -> by
             continue
         names = f"a/{name}" if old else "/dev/null", f"b/{name}" if new else "/dev/null"
         lines += difflib.unified_diff(sides[0], sides[1], names[0], names[1])
-    return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines).encode()
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
