@@ -66,6 +66,43 @@ def test_an_agent_of_ones_own_is_run_from_one_line(model: list[str], tmp_path: P
     assert len((out / "results.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("language", ["python", "json"])
+def test_the_documented_scripts_solve_the_example(language: str, model: list[str], tmp_path: Path) -> None:
+    """The scripts of docs/engines.md, by a harness that nobody prepared, up to the score."""
+    text = (EXAMPLES.parent / "docs" / "engines.md").read_text("utf-8").partition("## Scripted replies")[2]
+    script = tmp_path / f"replies.{'py' if language == 'python' else 'json'}"
+    script.write_text(text.partition(f"```{language}\n")[2].partition("```")[0])
+    task = str(EXAMPLES / "own_harness" / "task.jsonl")
+    if language == "python":
+        told = towline("run", task, *model, "--script", str(script), "--out", str(tmp_path / "out"))
+        (line,) = told["results"]
+        assert (line["reward"], line["turns"], line["chains"]) == (1.0, 2, 1)
+        trajectory = Trajectory.read(tmp_path / "out" / "trajectories" / f"{line['session_id']}.arrow")
+        assert trajectory.turns[0].reply["reasoning"] == "One command will do."
+        assert trajectory.turns[1].reply["text"] == "The count is in count.txt."
+        return
+    told = towline("eval", task, "--harness", "shell", *model, "--script", str(script), "--out", str(tmp_path / "out"))
+    assert told["all"]["pass@1"]["value"] == 1.0
+    # Other replies make other samples: what was begun with these is not continued with those.
+    script.write_text('["I give up."]')
+    said = towline(
+        "eval", task, "--harness", "shell", *model, "--script", str(script), "--out", str(tmp_path / "out"), code=1
+    )
+    assert "script" in said
+
+
+def test_a_script_that_fails_is_no_score(model: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "replies.py"
+    script.write_text("def script(request):\n    return request.colour\n")
+    task = json.loads((EXAMPLES / "own_harness" / "task.jsonl").read_text())
+    (tmp_path / "task.jsonl").write_text(json.dumps(task | {"max_attempts": 1}))
+    out = tmp_path / "out"
+    towline("run", str(tmp_path / "task.jsonl"), *model, "--script", str(script), "--out", str(out), code=1)
+    (line,) = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert (line["state"], line["reward"]) == ("failed", None)
+    assert "replies.py:2: AttributeError" in line["error"]
+
+
 def test_what_is_wrong_is_said_in_one_line(model: list[str], tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "out")]
     tasks = str(EXAMPLES / "tasks" / "sort-downloads")

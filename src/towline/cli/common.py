@@ -39,6 +39,13 @@ Upstream = Annotated[
     typer.Option(help="URL of the server, for `vllm`, `sglang` and `openai`. Repeatable: replicas of one model."),
 ]
 UpstreamModel = Annotated[str | None, typer.Option(help="The model's name at that server.")]
+Script = Annotated[
+    Path | None,
+    typer.Option(
+        "--script",
+        help="Replies for `--engine scripted`: Python with `script(request)`, or a JSON list. Default: a fixed tour.",
+    ),
+]
 Config = Annotated[Path | None, typer.Option(help="Settings file. Default ./towline.toml if it is there.")]
 Temperature = Annotated[float | None, typer.Option(help="Temperature of every turn, whatever a harness asks.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest turn, in tokens.", min=1)]

@@ -33,6 +33,7 @@ def doctor(
     engine: common.EngineName = None,
     upstream: common.Upstream = None,
     upstream_model: common.UpstreamModel = None,
+    script: common.Script = None,
     harness: Annotated[list[str] | None, typer.Option(help="A harness that must be installed. Repeatable.")] = None,
     sandbox: Annotated[SandboxKind | None, typer.Option(help="The sandbox that must work.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data folder of the service.")] = None,
@@ -54,7 +55,7 @@ def doctor(
         server={"data": data},
     )
     common.log(console)
-    found = _examine(settings, harness or [], console)
+    found = _examine(settings, harness or [], console, script)
     if as_json:
         told = [finding.as_json() for finding in found]
         print(json.dumps({"ok": worst(found) is not Level.BROKEN, "findings": told}))
@@ -63,7 +64,7 @@ def doctor(
     raise typer.Exit(1 if worst(found) is Level.BROKEN else 0)
 
 
-def _examine(settings: Settings, harness: list[str], console: Console) -> list[Finding]:
+def _examine(settings: Settings, harness: list[str], console: Console, script: Path | None) -> list[Finding]:
     import tempfile
 
     from towline.harnesses.install import Installs
@@ -75,7 +76,7 @@ def _examine(settings: Settings, harness: list[str], console: Console) -> list[F
         gateway_settings = settings.gateway.model_copy(update={"data": Path(scratch)})
         here = settings.model_copy(update={"gateway": gateway_settings})
         try:
-            gateway, codec = engines.make_gateway(here, Console(quiet=True))
+            gateway, codec = engines.make_gateway(here, Console(quiet=True), script)
         except TowlineError as error:
             found.append(Finding("engine", settings.engine.kind, Level.BROKEN, str(error)))
         else:

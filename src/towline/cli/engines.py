@@ -54,11 +54,12 @@ def given(
     return {"kind": engine, "urls": () if own else tuple(upstream or ()) or None, "model": upstream_model}
 
 
-def make_gateway(settings: Settings, console: Console) -> tuple[Gateway, Codec]:
+def make_gateway(settings: Settings, console: Console, script: Path | None = None) -> tuple[Gateway, Codec]:
+    """`script` is `--script`: a file of the operator's, which no setting can name."""
     from towline.gateway.gateway import Gateway
     from towline.gateway.lanes import Lane
 
-    policy = make(settings.engine, settings.model, console)
+    policy = make(settings.engine, settings.model, console, script)
     others = {}
     for name, further in settings.engines.items():
         try:
@@ -83,9 +84,22 @@ def make_gateway(settings: Settings, console: Console) -> tuple[Gateway, Codec]:
     return gateway, policy.codec
 
 
-def make(chosen: EngineSettings, model: ModelSettings, console: Console) -> Made:
+def make(chosen: EngineSettings, model: ModelSettings, console: Console, script: Path | None = None) -> Made:
     _check(chosen, model)
+    if script is not None:
+        if chosen.kind != "scripted":
+            raise ConfigError(f"--script is for --engine scripted, not for {chosen.kind}")
+        return _scripted(chosen, model, console, script)
     return _MAKERS[chosen.kind](chosen, model, console)
+
+
+def script_recipe(gateway: Gateway) -> dict[str, str]:
+    """What a run's recipe says of its script: another one makes other samples."""
+    from towline.engines.script_file import ScriptFile
+    from towline.engines.scripted import ScriptedEngine
+
+    file = gateway.engine.file if isinstance(gateway.engine, ScriptedEngine) else None
+    return {"script": file.digest} if isinstance(file, ScriptFile) else {}
 
 
 def _check(chosen: EngineSettings, model: ModelSettings) -> None:
@@ -132,12 +146,14 @@ def _embedded(chosen: EngineSettings, model: ModelSettings, console: Console) ->
     return Made(engine, codec, model.name or folder.name, folder)
 
 
-def _scripted(chosen: EngineSettings, model: ModelSettings, console: Console) -> Made:
+def _scripted(chosen: EngineSettings, model: ModelSettings, console: Console, script: Path | None = None) -> Made:
+    from towline.engines.script_file import ScriptFile
     from towline.engines.scripted import ScriptedEngine
 
+    file = ScriptFile(script) if script is not None else None
     folder = model_folder(model, console)
     codec = make_codec(model, folder, console)
-    return Made(ScriptedEngine(codec, **_context(chosen)), codec, model.name or folder.name, folder)
+    return Made(ScriptedEngine(codec, file=file, **_context(chosen)), codec, model.name or folder.name, folder)
 
 
 def _smollm2(chosen: EngineSettings, model: ModelSettings, console: Console) -> Made:

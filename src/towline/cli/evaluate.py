@@ -46,6 +46,7 @@ def evaluate(
     engine: common.EngineName = None,
     upstream: common.Upstream = None,
     upstream_model: common.UpstreamModel = None,
+    script: common.Script = None,
     policy: work.Policy = None,
     temperature: common.Temperature = None,
     max_tokens: common.MaxTokens = None,
@@ -88,8 +89,8 @@ def evaluate(
     )
     make_ready([task for own in loaded.values() for task in own], settings, console)
     common.log(console)
-    gateway, codec = engines.make_gateway(settings, console)
-    recipe = resuming.recipe_of(settings, gateway.model, codec.name)
+    gateway, codec = engines.make_gateway(settings, console, script)
+    recipe = resuming.recipe_of(settings, gateway.model, codec.name) | engines.script_recipe(gateway)
     with Ledger(folder, recipe) as ledger:
         common.run(work.fill(gateway, settings, [*loaded.values()], ledger, console, live=not as_json))
         found = [sample for own in loaded.values() for sample in ledger.of(own)]

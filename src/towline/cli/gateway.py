@@ -26,6 +26,7 @@ def gateway(
     engine: common.EngineName = None,
     upstream: common.Upstream = None,
     upstream_model: common.UpstreamModel = None,
+    script: common.Script = None,
     host: Annotated[str | None, typer.Option(help="Address of the provider routes, for harnesses.")] = None,
     port: Annotated[int | None, typer.Option(help="Their port; 0 takes a free one. Default 8500.")] = None,
     control_host: Annotated[str | None, typer.Option(help="Address of the control routes.")] = None,
@@ -66,7 +67,7 @@ def gateway(
         session=session,
     )
     common.log(console)
-    made, codec = engines.make_gateway(settings, console)
+    made, codec = engines.make_gateway(settings, console, script)
     common.run(_serve(made, codec, settings, console, as_json))
 
 

@@ -45,6 +45,7 @@ def generate(
     engine: common.EngineName = None,
     upstream: common.Upstream = None,
     upstream_model: common.UpstreamModel = None,
+    script: common.Script = None,
     policy: work.Policy = None,
     temperature: common.Temperature = None,
     max_tokens: common.MaxTokens = None,
@@ -78,8 +79,8 @@ def generate(
     )
     make_ready(loaded, settings, console)
     common.log(console)
-    gateway, codec = engines.make_gateway(settings, console)
-    recipe = resuming.recipe_of(settings, gateway.model, codec.name)
+    gateway, codec = engines.make_gateway(settings, console, script)
+    recipe = resuming.recipe_of(settings, gateway.model, codec.name) | engines.script_recipe(gateway)
     with Ledger(out, recipe) as ledger:
         common.run(work.fill(gateway, settings, [loaded], ledger, console, live=not as_json))
         chosen = formats or list(Format)

@@ -62,6 +62,7 @@ def run(
     engine: common.EngineName = None,
     upstream: common.Upstream = None,
     upstream_model: common.UpstreamModel = None,
+    script: common.Script = None,
     policy: Annotated[ContextPolicy | None, typer.Option(help="Context policy of the sessions.")] = None,
     temperature: common.Temperature = None,
     max_tokens: common.MaxTokens = None,
@@ -99,7 +100,7 @@ def run(
     make_ready(loaded, settings, console)
     common.log(console)
     out.mkdir(parents=True, exist_ok=True)
-    gateway, _ = engines.make_gateway(settings, console)
+    gateway, _ = engines.make_gateway(settings, console, script)
     results = common.run(_run(gateway, settings, loaded, out, console, live=not as_json))
     if as_json:
         print(

@@ -39,6 +39,7 @@ def serve(
     engine: common.EngineName = None,
     upstream: common.Upstream = None,
     upstream_model: common.UpstreamModel = None,
+    script: common.Script = None,
     sandbox: Annotated[SandboxKind | None, typer.Option(help="Where tasks run that do not say.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Sessions that run at the same time.", min=1)] = None,
     policy: Annotated[ContextPolicy | None, typer.Option(help="Context policy of the sessions.")] = None,
@@ -67,7 +68,7 @@ def serve(
     common.log(console)
     # The engine computes in a thread of its own beside a busy loop: it is not to wait long for its turn.
     sys.setswitchinterval(0.0005)
-    gateway, _ = engines.make_gateway(settings, console)
+    gateway, _ = engines.make_gateway(settings, console, script)
     common.run(_serve(gateway, settings, console, as_json))
 
 

@@ -16,12 +16,12 @@ Contract of every engine:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from towline.arrays import Floats, Ids
 from towline.conversation import Finish, Media, Reply, Request
@@ -85,6 +85,12 @@ class SampleRequest:
     """Names the conversation: a pool keeps it on one replica."""
     group: str = ""
     """Names the group of sessions that share a prompt."""
+    session: str = ""
+    """The session's id."""
+    turn: int = 0
+    """Number of the turn in its session."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The session's."""
     request: Request | None = None
     """The neutral request, for engines that speak messages or script their replies."""
     media: tuple[Placed, ...] = ()

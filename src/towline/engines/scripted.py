@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from towline.engines.base import Capture, ContextExceeded, EngineInfo, PauseMode
 from towline.engines.holds import Gate, Holds
 from towline.errors import EngineError
 from towline.tokens.codec import Codec, Frame
+from towline.tokens.parsing.base import Unwritable
 
 
 @dataclass(slots=True)
@@ -46,10 +47,28 @@ _PACE = 0.25
 Script = Callable[[Request], Say]
 
 
+class Replies(Protocol):
+    """What says replies with more at hand than the neutral request: a file (`towline.engines.script_file`)."""
+
+    async def reply(self, request: SampleRequest) -> Say: ...
+
+    def close(self) -> None: ...
+
+
 class ScriptedEngine:
-    def __init__(self, codec: Codec, script: Script | None = None, *, context: int = 131_072, version: int = 0):
+    def __init__(
+        self,
+        codec: Codec,
+        script: Script | None = None,
+        *,
+        file: Replies | None = None,
+        context: int = 131_072,
+        version: int = 0,
+    ):
         self.codec = codec
         self.script = script or tour
+        self.file = file
+        """Asked instead of the script, if there is one."""
         self._context = context
         self._version = version
         self._running = Gate()
@@ -86,10 +105,10 @@ class ScriptedEngine:
         prompt = len(request.prompt)
         if prompt == 0 or prompt > self._context:
             raise ContextExceeded(f"a prompt of {prompt} tokens does not fit a context of {self._context}")
-        said = self._cut.pop(request.id, None) or self._say(request)
         stop = self._flying.setdefault(request.id, asyncio.Event())
         self._idle.clear()
         try:
+            said = self._cut.pop(request.id, None) or await self._say(request)
             if said.delay:
                 await self._infer(request, said, stop)
             return self._emit(request, said, aborted=stop.is_set())
@@ -107,9 +126,11 @@ class ScriptedEngine:
             if not said.silent:
                 request.beat()
 
-    def _say(self, request: SampleRequest) -> Say:
+    async def _say(self, request: SampleRequest) -> Say:
         if request.forced is not None:
             return Say(ids=request.forced)
+        if self.file is not None:
+            return await self.file.reply(request)
         if request.request is None:
             raise EngineError("the scripted engine needs the neutral request")
         return self.script(request.request)
@@ -119,7 +140,10 @@ class ScriptedEngine:
             ids = np.asarray(said.ids, np.int32)
         else:
             frame = Frame(request.request.tools, request.request.template_args) if request.request else Frame()
-            written = self.codec.write(said.text, said.reasoning, said.calls, frame)
+            try:
+                written = self.codec.write(said.text, said.reasoning, said.calls, frame)
+            except Unwritable as error:
+                raise EngineError(f"a scripted reply cannot be written in the model's format: {error}") from error
             ids = np.asarray(written, np.int32)
         if aborted:
             self._cut[request.id] = Say(ids=ids[len(ids) // 2 :], delay=said.delay)
@@ -184,6 +208,8 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         await self.abort(list(self._flying))
+        if self.file is not None:
+            self.file.close()
 
 
 def tour(request: Request) -> Say:

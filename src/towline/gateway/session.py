@@ -381,6 +381,9 @@ class Session:
             id=node.id,
             conversation=f"{self.id}-{node.root.index}",
             group=self.group or self.id,
+            session=self.id,
+            turn=index,
+            metadata=self.metadata,
             request=request,
             media=tuple(node.all_images()),
         )
