@@ -19,7 +19,7 @@ import towline
 PACKAGE = "towline"
 ROOT = Path(towline.__file__).parent
 
-LEAVES = {"arrays", "conversation", "errors", "images"}
+LEAVES = {"arrays", "conversation", "errors", "exact_json", "images"}
 CORE = LEAVES | {"schema", "config", "crashpoints", "locks"}
 
 ALLOWED: dict[str, set[str]] = {
@@ -27,10 +27,11 @@ ALLOWED: dict[str, set[str]] = {
     "arrays": set(),
     "conversation": set(),
     "errors": set(),
+    "exact_json": set(),
     "images": {"arrays", "conversation"},
     "crashpoints": {"errors"},
     "locks": set(),
-    "schema": {"arrays", "errors"},
+    "schema": {"arrays", "errors", "exact_json"},
     "config": {"errors", "schema"},
     "asset_sources": set(),
     "assets": {"asset_sources", "errors"},

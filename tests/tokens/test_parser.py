@@ -198,8 +198,8 @@ BROKEN: list[tuple[str, str]] = [
     ("hermes", '<tool_call>{"name": "a", "arguments": null}</tool_call>'),
     ("hermes", '<tool_call>{"name": "a", "arguments": "\\"{}\\""}</tool_call>'),
     ("hermes", '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "a", "arguments": {"x": 18446744073709551616}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "a", "arguments": {"x": 1e99999}}</tool_call>'),
+    ("hermes", f'<tool_call>{{"name": "a", "arguments": {{"x": {"7" * 4301}}}}}</tool_call>'),
     ("hermes", f'<tool_call>{{"name": "a", "arguments": {{"x": {"9" * 5000}}}}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "a", "arguments": {"x": "\\ud800"}}</tool_call>'),
     ("hermes", f'<tool_call>{{"name": "a", "arguments": {{"x": {"[" * 300}{"]" * 300}}}}}</tool_call>'),
@@ -290,7 +290,6 @@ def test_what_a_format_cannot_carry_is_refused(format: str) -> None:
     write("Reasoning", "Text", fits)
     refused: list[tuple[str | None, str, list[ParsedCall]]] = [
         (None, "x", [call("a", x=float("nan"))]),
-        (None, "x", [call("a", x=2**70)]),
         (None, "x", [call("a", x="\ud800")]),
         (None, "x", [call("a", x={1: 2})]),
         (None, "x", [call("a", x=object())]),

@@ -57,7 +57,12 @@ NASTY = """
 nasty = st.lists(
     st.sampled_from([*NASTY.split(), " ", "\n", "\t", "\r\n", "\x00", "\x7f", "\u2028", "\ufffd"]), max_size=8
 ).map("".join)
-numbers = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+numbers = (
+    st.integers()
+    | st.integers(10**19, 10**60)
+    | st.integers(-(10**60), -(10**19))
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
 words = st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,11}", fullmatch=True)
 
 

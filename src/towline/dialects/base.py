@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import orjson
-
+from towline import exact_json
 from towline.conversation import Answer, Message, Request, Tool
 from towline.errors import ApiError, ErrorKind
 
@@ -52,7 +51,7 @@ class Known:
         for index, source in self.literal.items():
             if index >= count:
                 break
-            if orjson.dumps(items[index]) != source:
+            if exact_json.dumps(items[index]) != source:
                 return index
         return count
 

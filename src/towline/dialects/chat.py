@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from towline import exact_json
 from towline.conversation import Answer, Request
 from towline.dialects import chat_parameters as parameters
 from towline.dialects.base import Call, Known, Response, Route
@@ -103,6 +104,6 @@ def _continue(items: list[Any], known: Known) -> Known:
         message = read_message(item, f"messages[{index}]")
         messages.append(message)
         if has_literal_arguments(message, item):
-            literal[index] = orjson.dumps(item)
+            literal[index] = exact_json.dumps(item)
     # The known items rather than their equals: their strings are those that the messages hold.
     return Known(known.items[:shared] + items[shared:], messages, list(range(len(items))), literal)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
+from towline import exact_json
 from towline.conversation import Sampling, Tool
 from towline.dialects.base import Declared
 from towline.dialects.reading import (
@@ -148,7 +147,7 @@ def read_tools(body: Mapping[str, Any], known: Declared) -> Declared:
     if not tools and not functions:
         return known if not known.source else Declared()
     try:
-        source = orjson.dumps([tools, functions])
+        source = exact_json.dumps([tools, functions])
     except TypeError:
         source = b""
     if source and source == known.source:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from towline import exact_json
 from towline.conversation import Answer, Request
 from towline.dialects import google_parameters as parameters
 from towline.dialects.base import Call, Known, Response, Route
@@ -149,7 +150,7 @@ def _continue(items: list[Any], known: Known) -> Known:
             continue
         reader.read(item, index, f"contents[{index - led}]")
         if holds_numbers(item):
-            literal[index] = orjson.dumps(item)
+            literal[index] = exact_json.dumps(item)
     reader.finish()
     # The known items rather than their equals: their strings are those that the messages hold.
     return Known(known.items[:shared] + items[shared:], reader.messages, reader.starts, literal)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
+from towline import exact_json
 from towline.conversation import Sampling, Tool
 from towline.dialects.base import Declared
 from towline.dialects.google_fields import camel, field
@@ -158,7 +157,7 @@ def read_tools(body: Mapping[str, Any], known: Declared) -> Declared:
         return known if not known.source else Declared()
     listed = [tools] if isinstance(tools, dict) else as_list(tools, "tools")
     try:
-        source = orjson.dumps(listed)
+        source = exact_json.dumps(listed)
     except TypeError:
         source = b""
     if source and source == known.source:

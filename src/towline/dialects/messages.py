@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from towline import exact_json
 from towline.conversation import Answer, Message, Request
 from towline.dialects import messages_parameters as parameters
 from towline.dialects.base import Call, Declared, Known, Response, Route
@@ -133,7 +134,7 @@ def _continue(items: list[Any], system: Any, known: Known, declared: Declared, t
         messages += read
         starts += [index] * len(read)
         if holds_values(item):
-            literal[index] = orjson.dumps(item)
+            literal[index] = exact_json.dumps(item)
     # The known items rather than their equals: their strings are those that the messages hold.
     return Known(known.items[:shared] + items[shared:], messages, starts, literal, declared)
 

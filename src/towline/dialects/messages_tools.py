@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
+from towline import exact_json
 from towline.conversation import Tool
 from towline.dialects.base import Declared
 from towline.dialects.reading import (
@@ -85,7 +84,7 @@ def read_tools(body: Mapping[str, Any], known: Declared) -> Declared:
     if not tools:
         return known if not known.source else Declared()
     try:
-        source = orjson.dumps(tools)
+        source = exact_json.dumps(tools)
     except TypeError:
         source = b""
     if source and source == known.source:

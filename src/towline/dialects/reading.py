@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import orjson
 
+from towline import exact_json
 from towline.errors import BadRequest
 
 MAX_DEPTH = 128
@@ -73,15 +74,7 @@ def too_deep(value: Any) -> bool:
     """Whether a JSON value is nested deeper than `MAX_DEPTH` (or is no JSON value at all)."""
     for _ in range(_SERIALISER_DEPTH - MAX_DEPTH):
         value = [value]
-    return not _writable(value)
-
-
-def _writable(value: Any) -> bool:
-    try:
-        orjson.dumps(value)
-    except TypeError:
-        return False
-    return True
+    return not exact_json.writable(value)
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
@@ -175,13 +168,13 @@ def read_arguments(value: Any, where: str) -> dict[str, Any] | str:
     """
     if isinstance(value, str):
         try:
-            parsed = orjson.loads(value)
+            parsed = exact_json.loads(value)
         except orjson.JSONDecodeError:
             return value
         if not isinstance(parsed, dict):
             return value
         shallow = value.count("{") + value.count("[") <= MAX_DEPTH
-        return parsed if shallow or _writable([parsed]) else value
+        return parsed if shallow or exact_json.writable([parsed]) else value
     if value is None:
         return {}
     if isinstance(value, dict):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import orjson
 
+from towline import exact_json
 from towline.conversation import Answer, Message, Request, Tool
 from towline.dialects import responses_parameters as parameters
 from towline.dialects.base import Call, Known, Response, Route
@@ -159,7 +160,7 @@ def _continue(items: list[Any], known: Known) -> Known:
         if message is not None:
             grouping.add(message, items, index)
         if is_literal(item):
-            literal[index] = orjson.dumps(item)
+            literal[index] = exact_json.dumps(item)
     return Known(known.items[:shared] + items[shared:], grouping.messages(), grouping.starts, literal)
 
 

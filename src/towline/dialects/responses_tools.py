@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
+from towline import exact_json
 from towline.conversation import Tool
 from towline.dialects import responses_native as native
 from towline.dialects.base import Declared
@@ -54,7 +53,7 @@ def read_tools(body: Mapping[str, Any], added: Sequence[tuple[str, Mapping[str, 
     if not any(tools for _, tools in lists):
         return known if not known.source else Declared()
     try:
-        source = orjson.dumps(lists)
+        source = exact_json.dumps(lists)
     except TypeError:
         source = b""
     if source and source == known.source:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
+from towline import exact_json
 
 _LINE_BREAKS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 """Characters that JSON leaves bare and that line readers built on `str.splitlines` take for the end of a line."""
@@ -18,10 +17,7 @@ DONE = b"data: [DONE]\n\n"
 
 def dump(value: Any) -> bytes:
     """JSON for the wire. A lone surrogate or an integer past 64 bits, which a model may sample, is written as well."""
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        return json.dumps(value, separators=(",", ":")).encode()
+    return exact_json.dumps(value)
 
 
 def dump_arguments(arguments: dict[str, Any] | str) -> str:

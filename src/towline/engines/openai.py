@@ -21,6 +21,7 @@ import aiohttp
 import numpy as np
 import orjson
 
+from towline import exact_json
 from towline.arrays import Ids
 from towline.conversation import Finish, Message, Reply, Request, ToolCall
 from towline.engines.base import Capture, EngineInfo, PauseMode, Sample, SampleRequest
@@ -97,14 +98,14 @@ class ChatServerEngine:
             raise EngineError("the engine was not started")
         url = f"{self._url}/chat/completions"
         try:
-            async with self._http.post(url, data=orjson.dumps(body), headers=self._headers) as response:
+            async with self._http.post(url, data=exact_json.dumps(body), headers=self._headers) as response:
                 data = await response.read()
                 if response.status != 200:
                     raise EngineError(f"{url} answered {response.status}: {data[:300].decode('utf-8', 'replace')}")
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"{url}: {error or type(error).__name__}") from error
         with reading(url, data):
-            answer = orjson.loads(data)
+            answer = exact_json.loads(data)
             if not isinstance(answer["choices"][0]["message"], dict):
                 raise TypeError("no chat completion")
             return dict(answer)
@@ -262,9 +263,9 @@ def message_json(message: Message) -> dict[str, Any]:
 
 def _call_json(call: ToolCall) -> dict[str, Any]:
     if isinstance(call.arguments, str):
-        text = orjson.dumps({"input": call.arguments}).decode() if call.custom else call.arguments
+        text = exact_json.dumps({"input": call.arguments}).decode() if call.custom else call.arguments
     else:
-        text = orjson.dumps(call.arguments).decode()
+        text = exact_json.dumps(call.arguments).decode()
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
 
 
@@ -275,11 +276,11 @@ def _reply(message: Mapping[str, Any], finish: Finish) -> Reply:
         function = call.get("function") or {}
         text = str(function.get("arguments") or "{}")
         try:
-            arguments = orjson.loads(text)
+            arguments = exact_json.loads(text)
         except orjson.JSONDecodeError:
             arguments = None
         if not isinstance(arguments, dict) or not function.get("name"):
-            malformed.append(orjson.dumps(call).decode())
+            malformed.append(exact_json.dumps(call).decode())
             continue
         calls.append(ToolCall(str(call.get("id") or ""), str(function["name"]), arguments))
     text = "\n".join(part for part in [_text(message.get("content")), *malformed] if part)

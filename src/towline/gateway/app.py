@@ -20,6 +20,7 @@ import orjson
 from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
+from towline import exact_json
 from towline.conversation import Request
 from towline.crashpoints import crash_point
 from towline.dialects.base import Call, Dialect, Response, Route, Stream
@@ -357,7 +358,7 @@ def _pattern(route: Route) -> re.Pattern[str]:
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
-        value = orjson.loads(body)
+        value = exact_json.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -369,6 +369,7 @@ class Gateway:
         if session is None:
             return
         if record.kind == records.TOOLS:
+            fields = records.fields_of(record)
             tools = tuple(Tool(**tool) for tool in fields["tools"])
             session.tools[fields["key"]] = tools
             session.frames[fields["key"]] = Frame(tools, fields["arguments"], session.clock)

@@ -81,19 +81,30 @@ def turn_record(session: str, node: Node) -> bytes:
         "logprobs": node.logprobs,
         "versions": node.versions,
     }
-    try:
-        return encode(TURN, fields, arrays)
-    except RecordError:
-        # Models sample, and harnesses send back, arguments that the journal's JSON cannot hold: integers past 64 bits,
-        # broken surrogates, hundreds of levels. As ASCII text it can.
-        text = json.dumps(fields)
-        return encode(TURN, {"session": session, "text": text}, arrays)
+    return _record(TURN, session, fields, arrays)
 
 
 def tools_record(session: str, key: str, frame: Frame) -> bytes:
     """What the turns under one root key share; written once, before the first of them."""
     tools = [asdict(tool) for tool in frame.tools]
-    return encode(TOOLS, {"session": session, "key": key, "tools": tools, "arguments": dict(frame.arguments)}, {})
+    return _record(
+        TOOLS, session, {"session": session, "key": key, "tools": tools, "arguments": dict(frame.arguments)}, {}
+    )
+
+
+def _record(kind: str, session: str, fields: dict[str, Any], arrays: dict[str, Any]) -> bytes:
+    try:
+        return encode(kind, fields, arrays)
+    except RecordError:
+        # Models sample, and harnesses send, values that the journal's JSON cannot hold: integers past 64 bits, broken
+        # surrogates, hundreds of levels. As ASCII text it can.
+        return encode(kind, {"session": session, "text": json.dumps(fields)}, arrays)
+
+
+def fields_of(record: Record) -> dict[str, Any]:
+    """The fields that were recorded, however they were written."""
+    fields: dict[str, Any] = record.fields
+    return json.loads(fields["text"]) if "text" in fields else fields
 
 
 def delivered_record(session: str, turn: str) -> bytes:
@@ -102,9 +113,7 @@ def delivered_record(session: str, turn: str) -> bytes:
 
 def restore_turn(graph: Graph, record: Record) -> Node | None:
     """Put a recorded turn back into its graph; a record seen twice is one turn."""
-    fields, arrays = record.fields, record.arrays
-    if "text" in fields:
-        fields = json.loads(fields["text"])
+    fields, arrays = fields_of(record), record.arrays
     if fields["id"] in graph.by_id:
         return None
     shortened = fields["shortened_hash"]

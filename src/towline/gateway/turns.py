@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import orjson
 
+from towline import exact_json
 from towline.conversation import Finish, Message, Reply, TokenLogprob, Tool, ToolCall
 from towline.engines.base import Engine, Ids, Sample, SampleRequest
 from towline.engines.validation import check_sample
@@ -140,7 +140,7 @@ def _call(id: str, name: str, arguments: dict[str, object] | str, custom: bool) 
     """A freeform tool's input is sampled as the one argument that the template declared for it."""
     if custom and isinstance(arguments, dict):
         given = arguments.get("input")
-        return ToolCall(id, name, given if isinstance(given, str) else orjson.dumps(arguments).decode(), True)
+        return ToolCall(id, name, given if isinstance(given, str) else exact_json.dumps(arguments).decode(), True)
     return ToolCall(id, name, arguments, custom)
 
 

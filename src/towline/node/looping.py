@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
-
+from towline.tokens import fingerprint
 from towline.tokens.graph import Node
 
 
@@ -31,4 +30,4 @@ def _step(node: Node) -> tuple[Any, ...] | None:
 
 
 def _canonical(arguments: Any) -> bytes:
-    return orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS, default=repr)
+    return fingerprint.canonical(arguments)

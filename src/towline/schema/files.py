@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 from pydantic import BaseModel
 
+from towline import exact_json
 from towline.schema.base import SchemaError
 
 
@@ -47,7 +48,7 @@ def _dump_slowly(value: Any) -> bytes:
 def load_json(data: bytes | str) -> Any:
     """The value that `dump_json` was given, records as objects."""
     try:
-        return orjson.loads(data)
+        return exact_json.loads(data)
     except orjson.JSONDecodeError:
         pass
     try:

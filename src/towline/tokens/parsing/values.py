@@ -1,51 +1,27 @@
 """JSON as calls need it: strict to read, and sure to be written again.
 
-Arguments go on to harnesses as JSON, so a value counts only if it survives that: no NaN or infinity, no integer that
-64 bits cannot hold, no lone surrogate, no nesting past what the writer takes. Of duplicate keys the last one counts, as
-in every common reader.
+Arguments go on to harnesses as JSON, so a value counts only if it survives that: no NaN or infinity, no lone surrogate,
+no nesting past what the writer takes. Integers stay exact, whatever their length. Of duplicate keys the last one counts,
+as in every common reader.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import orjson
-
+from towline import exact_json
 from towline.conversation import Tool
 from towline.tokens.parsing.base import ParsedCall
 
-_LONGEST_INTEGER = 20
-"""Characters of the longest 64-bit integer; longer ones are refused before they cost anything."""
 _CALL_KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
-
-
-def _integer(text: str) -> int:
-    if len(text) > _LONGEST_INTEGER:
-        raise ValueError("an integer beyond 64 bits")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("a number beyond the range of a double")
-    return number
-
-
-def _constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
-
-
-_decoder = json.JSONDecoder(parse_int=_integer, parse_float=_number, parse_constant=_constant)
 
 
 def decode_at(text: str, start: int) -> tuple[Any, int] | None:
     """The JSON value that begins exactly at `start` and where it ends; `None` if there is none."""
     try:
-        return _decoder.raw_decode(text, start)
+        return exact_json.decoder.raw_decode(text, start)
     except (ValueError, RecursionError):
         return None
 
@@ -53,7 +29,7 @@ def decode_at(text: str, start: int) -> tuple[Any, int] | None:
 def decode(text: str) -> tuple[Any] | None:
     """The one JSON value that `text` is, in a tuple since the value may be `None` itself."""
     try:
-        return (_decoder.decode(text),)
+        return (exact_json.decoder.decode(text),)
     except (ValueError, RecursionError):
         return None
 
@@ -68,10 +44,7 @@ def encode(value: Any) -> str:
 
 def canonical(value: Any) -> bytes | None:
     """The value as harnesses will receive it; `None` if it cannot be written."""
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        return None
+    return exact_json.dumps(value) if exact_json.writable(value) else None
 
 
 class Offered:
