@@ -135,6 +135,8 @@ def fidelity_panel(report: FidelityReport) -> Panel:
     """The figures of a fidelity report."""
     forks = ", ".join(f"{visible(reason)} {count}" for reason, count in sorted(report.forks.items())) or "none"
     difference = "not measured" if report.plain_difference is None else f"{report.plain_difference:.1%} of context"
+    if report.plain_different:
+        difference += f", in {report.plain_different:,} turns,"
     rows: dict[str, str] = {
         "conversations": f"{report.conversations:,}   turns {report.turns:,}   chains {report.chains:,}",
         "forks": forks,

@@ -14,9 +14,9 @@ from towline.conversation import Message
 from towline.errors import FidelityError
 from towline.schema import BuilderName, ContextPolicy, ForkReason, Trajectory, TurnRole
 from towline.tokens import graph as graph_module
-from towline.tokens.assemble import _unlike
 from towline.tokens.builders import distinct_tokens
 from towline.tokens.continuation import Capture, Vanishing
+from towline.tokens.plain_difference import differences
 
 EXACT, MERGED, PER_TURN = BuilderName.EXACT, BuilderName.MERGED, BuilderName.PER_TURN
 TASK = "Fix the failing test."
@@ -289,8 +289,43 @@ def test_share_that_a_plain_server_would_show_differently() -> None:
     plain = dropped.plain(last.request, last.node)
     share = difference(dropped, last, plain)
     # Nothing is new in the plain prompt, so what ours has more is what differs.
-    assert share == (len(last.prompt) - len(plain)) / len(last.prompt)
-    assert 0.05 < share < 0.5
+    assert share == (len(last.prompt) - len(plain)) / (len(last.prompt) + len(plain))
+    assert 0.02 < share < 0.5
+
+
+def test_turns_that_a_plain_server_would_show_differently() -> None:
+    """Each difference has the turn that brought it, on whichever side the tokens are."""
+    talk = Talk(real("qwen3", renderer="sentinel"))
+    turn = talk.ask([system(), user(TASK)], Say("One answer.", canonical=True))
+    turns = [turn]
+    for number in range(4):
+        turn = talk.ask([*turn.history, user(f"Question {number} of several.")], Say("One answer.", canonical=True))
+        turns.append(turn)
+    last, plain = turns[-1], talk.plain(turns[-1].request, turns[-1].node)
+    assert plain == last.prompt
+    extra = talk.codec.tokenizer.encode("<think>\n\n</think>\n\n")
+    seen = {other.node.index: other.node for other in turns}
+
+    def report(prompt: list[int]) -> tuple[float, int, list[str]]:
+        made = talk.trajectory(plain_prompts={last.node: np.asarray(prompt, np.int32)}).report
+        assert made.plain_difference is not None
+        return made.plain_difference, made.plain_different, made.plain_different_turns
+
+    assert report(plain) == (0, 0, [])
+    for index in (1, 2, 4):
+        # A generation prompt that is longer, shorter or other than ours.
+        place = seen[index].prompt_length
+        share = len(extra) / (len(plain) * 2 + len(extra))
+        assert report(plain[:place] + extra + plain[place:]) == (share, 1, [seen[index].id])
+        assert report(plain[: place - 1] + plain[place:])[1:] == (1, [seen[index].id])
+        assert report([*plain[: place - 1], 1, *plain[place:]]) == (2 / (2 * len(plain)), 1, [seen[index].id])
+    # A reply that a plain server would spell otherwise, and a system prompt.
+    place = seen[2].end - 2
+    assert report([*plain[:place], 1, 2, *plain[place + 1 :]])[1:] == (1, [seen[2].id])
+    assert report([*plain[:2], 1, *plain[2:]])[1:] == (1, [seen[0].id])
+    both = [*plain[:2], 1, *plain[2:place], 1, 2, *plain[place + 1 :]]
+    assert report(both)[1:] == (2, [seen[0].id, seen[2].id])
+    assert report([])[1] == 5
 
 
 @given(st.data())
@@ -303,14 +338,16 @@ def test_unlike_tokens_are_those_left_out(data: st.DataObject) -> None:
 
     ours: list[int] = []
     theirs: list[int] = []
-    alone = 0
+    alone = missed = 0
     for _ in range(data.draw(st.integers(0, 5))):
         common, mine, other = piece(8), piece(0), piece(0)
         ours += common + mine
         theirs += common + other
         alone += len(mine)
+        missed += len(other)
     last = piece(0)
-    assert _unlike(np.asarray(ours + last, np.int32), np.asarray(theirs + last, np.int32)) == alone
+    found = differences(np.asarray(ours + last, np.int32), np.asarray(theirs + last, np.int32))
+    assert (sum(span.ours for span in found), sum(span.theirs for span in found)) == (alone, missed)
 
 
 # Controls: with a check switched off, the next one catches it

@@ -133,7 +133,13 @@ def skew(trajectory: Trajectory) -> Finding:
         return Finding("engine", "re-tokenisation skew", Level.NOTE, said)
     seen = int(np.sum([turn.prompt_length for turn in trajectory.turns])) if trajectory.turns else 0
     said = f"a plain server would have rendered {share:.2%} of the context differently; the gateway keeps it as it was"
-    figures = {"plain_difference": share, "context_tokens": seen}
+    report = trajectory.report
+    figures = {
+        "plain_difference": share,
+        "plain_different": report.plain_different,
+        "plain_different_turns": report.plain_different_turns,
+        "context_tokens": seen,
+    }
     return Finding("engine", "re-tokenisation skew", Level.OK, said, figures=figures)
 
 

@@ -247,7 +247,14 @@ class FidelityReport(Model):
     trained_tokens: Count = 0
     discarded_tokens: Count = 0
     plain_difference: float | None = Field(default=None, ge=0, le=1)
-    """Share of context tokens that a plain server would have rendered differently; `None` if it was not measured."""
+    """Share of context tokens that differ from what a plain server would have rendered; `None` if it was not measured.
+
+    What only the plain server would have shown counts as much as what only the model saw.
+    """
+    plain_different: Count = 0
+    """Turns with such a difference."""
+    plain_different_turns: list[str] = Field(default_factory=list)
+    """Ids of the first of them."""
     special_text: Count = 0
     """Special-token texts inside messages."""
     malformed_calls: Count = 0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from towline.arrays import Ids
 from towline.conversation import Message, Reply
@@ -17,7 +14,6 @@ from towline.schema import (
     EndReason,
     FidelityReport,
     SessionState,
-    Trace,
     Trajectory,
     Turn,
     TurnRole,
@@ -26,11 +22,7 @@ from towline.schema import (
 from towline.tokens import builders, roles
 from towline.tokens.builders import is_inline
 from towline.tokens.graph import Graph, Node
-
-_COMPARED = 65_536
-"""Longest prompt whose difference from a plain server's is measured."""
-_ROW = 8
-"""Tokens in a row that are no coincidence."""
+from towline.tokens.plain_difference import MOST_NAMED, plain_difference, stitched_difference
 
 
 def message_json(message: Message) -> dict[str, Any]:
@@ -83,6 +75,9 @@ def assemble(
     )
     if not any(trace.loss_mask.any() for trace in traces) and error is None:
         error = _nothing_trained(nodes)
+    difference = (
+        stitched_difference(traces, nodes) if builder is BuilderName.MERGED else plain_difference(plain_prompts or {})
+    )
     report = FidelityReport(
         conversations=len({node.root for node in nodes}),
         turns=len(nodes),
@@ -93,11 +88,9 @@ def assemble(
         distinct_tokens=builders.distinct_tokens([trace.token_ids for trace in traces]),
         trained_tokens=sum(int(trace.loss_mask.sum()) for trace in traces),
         discarded_tokens=sum(len(node.sampled) for node in nodes if by_node[node] is TurnRole.DISCARDED),
-        plain_difference=(
-            stitched_difference(traces, nodes)
-            if builder is BuilderName.MERGED
-            else plain_difference(plain_prompts or {})
-        ),
+        plain_difference=difference.share,
+        plain_different=len(difference.turns),
+        plain_different_turns=list(difference.turns)[:MOST_NAMED],
         special_text=sum(node.special_text for node in nodes),
         malformed_calls=sum(len(node.reply.malformed) for node in nodes if node.reply is not None),
         frozen_turns=sum(node.untrained is Untrained.FROZEN for node in nodes),
@@ -168,70 +161,3 @@ def turn_of(node: Node, role: TurnRole) -> Turn:
         started=meta.get("started", 0.0),
         seconds=meta.get("seconds", 0.0),
     )
-
-
-def plain_difference(prompts: Mapping[Node, Ids]) -> float | None:
-    """Share of context tokens that a plain server would have rendered differently."""
-    total = different = 0
-    for node, plain in prompts.items():
-        if node.prompt_length > _COMPARED:
-            continue
-        total += node.prompt_length
-        different += _unlike(node.prompt(), plain)
-    return different / total if total else None
-
-
-def stitched_difference(traces: Sequence[Trace], nodes: Sequence[Node]) -> float | None:
-    """Share of the context of trained turns that, in the stitched rows, is not what the model saw."""
-    by_index = {node.index: node for node in nodes}
-    total = different = 0
-    for trace in traces:
-        places = np.flatnonzero(np.diff(trace.turn_ids, prepend=-1) != 0)
-        for place in places[trace.loss_mask[places] == 1]:
-            seen = by_index[int(trace.turn_ids[place])].prompt()
-            if place <= _COMPARED:
-                total += int(place)
-                different += _unlike(trace.token_ids[:place], seen)
-    return different / total if total else None
-
-
-def _unlike(ours: Ids, theirs: Ids) -> int:
-    """How many of our tokens are not matched in theirs, in order.
-
-    After a difference the two are brought together again where a few tokens in a row agree, with as little left out on
-    either side as can be. The work grows with the tokens, not with their square: prompts are long and may differ often.
-    """
-    end = _agree(ours[::-1], theirs[::-1])
-    ours, theirs = ours[: len(ours) - end], theirs[: len(theirs) - end]
-    places: dict[bytes, list[int]] = {}
-    for place in range(len(theirs) - _ROW + 1):
-        places.setdefault(theirs[place : place + _ROW].tobytes(), []).append(place)
-    unlike = here = there = 0
-    while here < len(ours):
-        run = _agree(ours[here:], theirs[there:])
-        here, there = here + run, there + run
-        skipped, missed = _nearest(ours, here, there, places)
-        unlike += skipped
-        here, there = here + skipped, there + missed
-    return unlike
-
-
-def _agree(ours: Ids, theirs: Ids) -> int:
-    """How many leading tokens are the same."""
-    length = min(len(ours), len(theirs))
-    different = np.flatnonzero(ours[:length] != theirs[:length])
-    return int(different[0]) if len(different) else length
-
-
-def _nearest(ours: Ids, here: int, there: int, places: Mapping[bytes, list[int]]) -> tuple[int, int]:
-    """How many tokens to leave out on both sides until they agree again; all of ours if they never do."""
-    left = len(ours) - here
-    found: tuple[int, int] | None = None
-    for skipped in range(left - _ROW + 1):
-        if found is not None and skipped >= sum(found):
-            break
-        known = places.get(ours[here + skipped : here + skipped + _ROW].tobytes(), ())
-        at = bisect_left(known, there)
-        if at < len(known) and (found is None or skipped + known[at] - there < sum(found)):
-            found = skipped, known[at] - there
-    return found or (left, 0)
