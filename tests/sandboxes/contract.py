@@ -30,6 +30,7 @@ from towline.sandboxes.base import (
     SandboxError,
     Spec,
     execute,
+    fate_of,
 )
 from towline.schema import Network, Resources
 
@@ -238,6 +239,9 @@ async def memory_is_bounded(runtime: Runtime, spec: Spec, tmp_path: Path) -> Non
         done = await execute(sandbox, ["sh", "-c", eat], seconds=60)
         assert b"alive" not in done.stdout
         assert not done.timed_out
+        fate = await fate_of(sandbox, killed=done.code == 137)
+        assert not fate.ended
+        assert fate.memory_kills >= 1
         await sandbox.kill()
         assert await sh(sandbox, "echo lives") == "lives\n"
 

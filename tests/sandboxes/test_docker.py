@@ -19,7 +19,7 @@ from dockerd_rig import dockerd
 from roots_rig import busybox_root, tar_of
 
 from towline.sandboxes import archives, linux
-from towline.sandboxes.base import Change, ChangeKind, SandboxError, Spec, Unsupported, execute
+from towline.sandboxes.base import Change, ChangeKind, Fate, SandboxError, Spec, Unsupported, execute, fate_of
 from towline.sandboxes.docker import DockerRuntime
 from towline.schema import Network, Resources
 
@@ -189,3 +189,18 @@ async def test_a_node_that_is_killed_leaves_nothing_running(engine: str, root: s
     await runtime.open()
     await runtime.close()
     assert (left_on(engine), list(data.glob("towline-*"))) == ("", [])
+
+
+@pytest.mark.parametrize("how", ["rm", "kill"])
+async def test_a_container_that_is_ended_from_outside_says_so(
+    how: str, engine: str, runtime: DockerRuntime, spec: Spec
+) -> None:
+    sandbox = await runtime.create(spec)
+    process = await sandbox.start(("sleep", "1000"))
+    assert await fate_of(sandbox, killed=False) == Fate()
+    command = ["docker", "-H", engine, how, *(["-f"] if how == "rm" else []), sandbox.container]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    assert await asyncio.wait_for(process.wait(), 60) == 137
+    assert (await fate_of(sandbox, killed=True)).ended
+    await sandbox.destroy()
+    assert not (await fate_of(sandbox, killed=False)).ended, "its node has ended it"

@@ -63,14 +63,19 @@ class Running:
     provider: ProviderApp
 
     async def admit(self, listener: socket.socket, session_id: str) -> Door:
-        """Serve the provider routes of one session on `listener`, which the door closes."""
+        """Serve the provider routes of one session on a copy of `listener`, whose owner may close it at any time."""
         app = copy.copy(self.provider)
         app.only = session_id
         config = _config(app, 0)
         config.load()
         state = ServerState()
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: HttpToolsProtocol(config, state, {}), sock=listener)
+        copied = listener.dup()
+        try:
+            server = await loop.create_server(lambda: HttpToolsProtocol(config, state, {}), sock=copied)
+        except BaseException:
+            copied.close()
+            raise
         return Door(server, state)
 
 

@@ -45,6 +45,10 @@ class Flight:
     """The session at the gateway; empty until there is one."""
     end_reason: EndReason | None = None
     exit_code: int | None = None
+    memory_kills: int = 0
+    """Processes that the sandbox's memory limit had ended when it was last asked."""
+    sandbox_ended: bool = False
+    """The sandbox itself has ended, and not by this node: nothing in it can be judged."""
     carried: Carried = field(default_factory=Carried)
     trajectory: Trajectory | None = None
     steps_given: int = 0

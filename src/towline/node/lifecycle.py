@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,18 +33,19 @@ from towline.node.logs import Log
 from towline.node.looping import repetitions
 from towline.node.preparing import Prepared
 from towline.sandboxes import archives
-from towline.sandboxes.base import GATEWAY_PORT, Process, Sandbox, SandboxError, Spec
+from towline.sandboxes.base import GATEWAY_PORT, Process, Sandbox, SandboxError, Spec, fate_of
 from towline.schema import EndReason, Reward, Step, Trajectory
 from towline.tokens.graph import Node as TurnNode
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_KILLED = 128 + signal.SIGKILL
 _GRACE = 5.0
 """Seconds that a harness has to end by itself once the gateway refuses it more."""
 
 
 _FIRST = (EndReason.CANCELLED, EndReason.LIMIT, EndReason.LOOPING, EndReason.TIMEOUT)
 """Of several reasons at once, the one that counts."""
-_FOLLOWED = (EndReason.EXITED, EndReason.ERROR, EndReason.TIMEOUT)
+_FOLLOWED = (EndReason.EXITED, EndReason.ERROR, EndReason.TIMEOUT, EndReason.MEMORY)
 """How a step may end for the next to begin."""
 
 
@@ -109,6 +111,7 @@ class Lifecycle:
             }
         )
         flight.gateway_id = opened.session.id
+        flight.memory_kills = (await fate_of(sandbox, killed=False)).memory_kills
         door: Door | None = None
         base_url = self.running.base_url
         if sandbox.listener is not None:
@@ -122,7 +125,8 @@ class Lifecycle:
                 await self._until_end(flight, prepared, launch, opened.session, seconds)
         finally:
             try:
-                await asyncio.shield(sandbox.kill())
+                if not flight.sandbox_ended:
+                    await asyncio.shield(sandbox.kill())
             finally:
                 if door is not None:
                     await door.close()
@@ -142,7 +146,11 @@ class Lifecycle:
             resume = prepared.harness.resumes and bool(opened.session.graph.nodes)
             launch = self._launch(flight, prepared, base_url, opened.key, step, resume=resume)
             await self._until_end(flight, prepared, launch, opened.session, step.seconds or seconds, step)
-            if flight.end_reason not in _FOLLOWED or not await self._may_follow(flight, prepared, index):
+            if (
+                flight.end_reason not in _FOLLOWED
+                or flight.sandbox_ended
+                or not await self._may_follow(flight, prepared, index)
+            ):
                 return
             if flight.end_reason is EndReason.TIMEOUT:
                 flight.notes.append(f"step {step.name} ran out of time")
@@ -226,7 +234,10 @@ class Lifecycle:
                 flight.end_reason = cut if cut is EndReason.LIMIT else EndReason.EXITED if well else EndReason.ERROR
             else:
                 flight.end_reason = cut
-            await sandbox.kill()
+            if flight.end_reason is not EndReason.CANCELLED:
+                await self._check_sandbox(flight, sandbox)
+            if not flight.sandbox_ended:
+                await sandbox.kill()
             # The streams end with the processes.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(following), _GRACE)
@@ -239,15 +250,30 @@ class Lifecycle:
         if flight.end_reason is not EndReason.CANCELLED:
             await self._check_calls(flight, session)
         nobody_called = not session.graph.nodes and prepared.harness.calls_model
-        if nobody_called and flight.end_reason in (EndReason.EXITED, EndReason.ERROR):
+        if nobody_called and flight.end_reason in (EndReason.EXITED, EndReason.ERROR, EndReason.MEMORY):
             raise NothingCaptured(
                 f"harness {prepared.harness.name} ended with exit code {flight.exit_code} and made no model call that "
                 f"reached the gateway; it last said: {log.tail()[-1000:] or 'nothing'}"
             )
 
+    async def _check_sandbox(self, flight: Flight, sandbox: Sandbox) -> None:
+        """Whether anything but the agent, or its memory limit, has ended what ran inside."""
+        killed = flight.exit_code == _KILLED and flight.end_reason in (EndReason.ERROR, EndReason.EXITED)
+        fate = await fate_of(sandbox, killed=killed)
+        fresh = fate.memory_kills - flight.memory_kills
+        flight.memory_kills, flight.sandbox_ended = fate.memory_kills, fate.ended
+        if fresh > 0:
+            most = sandbox.spec.resources.memory_mb
+            whose = "the harness" if killed or fate.ended else "processes of the agent"
+            flight.notes.append(f"the sandbox's memory limit of {most} MB has ended {whose}")
+            if killed or fate.ended:
+                flight.end_reason = EndReason.MEMORY
+        elif fate.ended:
+            raise SandboxError(f"sandbox {sandbox.id} was ended from outside while the harness ran")
+
     async def _check_calls(self, flight: Flight, session: GatewaySession) -> None:
         """Raise if a model call that the infrastructure failed has led to where the session is."""
-        gave_up = flight.end_reason in (EndReason.EXITED, EndReason.ERROR)
+        gave_up = flight.end_reason in (EndReason.EXITED, EndReason.ERROR, EndReason.MEMORY)
         await flight.within(session.settle(patient=not gave_up), None, "waiting")
         if (call := session.failure) is not None:
             failure = TurnFailed(call)
@@ -268,6 +294,11 @@ class Lifecycle:
         if sandbox is None:
             return
         evaluator = prepared.evaluator
+        if flight.sandbox_ended:
+            if evaluator is not None and evaluator.needs_sandbox:
+                flight.failures = [SandboxError("the sandbox has ended at its memory limit, with all that is judged")]
+            flight.sandbox = None
+            return await flight.within(sandbox.destroy(), seconds, "building")
         if evaluator is not None:
             await self.judging.collect(flight, prepared, sandbox, seconds)
         await self._noted(flight, self._keep_artifacts(flight, prepared, sandbox), seconds, "keeping the artifacts")

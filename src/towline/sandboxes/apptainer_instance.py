@@ -13,7 +13,7 @@ from pathlib import Path
 
 from towline.sandboxes import namespaces, overlay, trees
 from towline.sandboxes.apptainer_cli import Apptainer, Place, exec_command, inside_environment, start_command
-from towline.sandboxes.base import Change, ChangeKind, SandboxError, Spec, Unsupported
+from towline.sandboxes.base import Change, ChangeKind, Fate, SandboxError, Spec, Unsupported
 from towline.sandboxes.folder_cache import Lease
 from towline.sandboxes.helping import within
 from towline.sandboxes.streams import LiveProcess, Streams
@@ -95,6 +95,13 @@ class ApptainerSandbox:
         found = await asyncio.to_thread(self._changes)
         changes = [Change(path, ChangeKind(kind)) for path, kind in found if path not in self._known]
         return sorted(changes, key=lambda change: change.path)
+
+    @property
+    def alive(self) -> bool:
+        return not self.gone and namespaces.is_apart(self.pid)
+
+    async def fate(self) -> Fate:
+        return Fate(not self.gone and not self.alive)
 
     async def kill(self) -> None:
         """All but the first process of the instance; they are this user's, whoever they are inside.

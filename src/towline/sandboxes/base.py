@@ -20,9 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from towline.errors import TowlineError
+from towline.sandboxes import archives
 from towline.schema import Network, Resources
 
 GATEWAY_PORT = 8500
@@ -176,6 +177,43 @@ class Sandbox(Protocol):
     async def destroy(self) -> None:
         """End everything and leave nothing behind. May be called twice."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a sandbox by other hands than its node's."""
+
+    ended: bool = False
+    """It has ended, and its node did not end it."""
+    memory_kills: int = 0
+    """Processes inside that its own memory limit has ended so far."""
+
+
+@runtime_checkable
+class Fated(Protocol):
+    """A sandbox that knows its fate."""
+
+    async def fate(self) -> Fate: ...
+
+
+async def fate_of(sandbox: Sandbox, *, killed: bool) -> Fate:
+    """The fate of a sandbox in which a command has ended; `killed` says that it was by SIGKILL.
+
+    The first process of a sandbox takes all others with it, and is the last to be seen dead: after a SIGKILL the sandbox is
+    therefore used once, which works as long as its first process lives.
+    """
+    if not isinstance(sandbox, Fated):
+        return Fate()
+    fate = await sandbox.fate()
+    if not killed or fate.ended:
+        return fate
+    ended = False
+    try:
+        await sandbox.put(archives.pack({}), sandbox.spec.workdir)
+    except SandboxError:
+        ended = True
+    fate = await sandbox.fate()
+    return Fate(fate.ended or ended, fate.memory_kills)
 
 
 @dataclass(frozen=True, slots=True)

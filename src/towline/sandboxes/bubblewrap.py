@@ -121,7 +121,7 @@ class BubblewrapRuntime:
             if not ready.done():
                 ready.set_result(message)
             elif "gone" in message:
-                self._gone(message["gone"])
+                self._gone(message["gone"], message["memory_kills"])
             elif "closed" in message:
                 for sandbox in list(self._sandboxes.values()):
                     self._gone(sandbox.id)
@@ -257,10 +257,10 @@ class BubblewrapRuntime:
                 limits[guard] = None
         return limits
 
-    def _gone(self, identifier: str) -> None:
+    def _gone(self, identifier: str, memory_kills: int = 0) -> None:
         sandbox = self._sandboxes.pop(identifier, None)
         if sandbox is not None:
-            sandbox.ended()
+            sandbox.ended(memory_kills)
 
     async def close(self) -> None:
         await asyncio.gather(*(sandbox.destroy() for sandbox in self._sandboxes.values()), return_exceptions=True)

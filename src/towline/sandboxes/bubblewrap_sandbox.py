@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from towline.sandboxes import wire
-from towline.sandboxes.base import Change, ChangeKind, SandboxError, Spec, Unsupported
+from towline.sandboxes.base import Change, ChangeKind, Fate, SandboxError, Spec, Unsupported
 from towline.sandboxes.channel import Channel
 from towline.sandboxes.helping import SECONDS, within
 from towline.sandboxes.streams import LiveProcess, collect, open_streams
@@ -39,6 +40,7 @@ class BubblewrapSandbox:
         self._ended_early: dict[int, int] = {}
         self._spawner = Channel(connection, self._event, f"the sandbox {identifier} has ended")
         self._destroying: asyncio.Task[None] | None = None
+        self._memory_kills = 0
 
     @property
     def id(self) -> str:
@@ -128,6 +130,14 @@ class BubblewrapSandbox:
             (Change(path, ChangeKind(kind)) for path, kind in json.loads(data)), key=lambda change: change.path
         )
 
+    async def fate(self) -> Fate:
+        if self.alive:
+            with contextlib.suppress(SandboxError):
+                asking = self._keeper.ask({"do": "fate", "id": self._id})
+                answer, _ = await within(SECONDS, asking, f"the keeper says nothing of sandbox {self._id}")
+                self._memory_kills = answer.get("memory_kills", self._memory_kills)
+        return Fate(not self.alive and self._destroying is None, self._memory_kills)
+
     async def kill(self) -> None:
         asking = self._keeper.ask({"do": "kill", "id": self._id})
         answer, _ = await within(SECONDS, asking, f"the processes of sandbox {self._id} did not end")
@@ -147,8 +157,9 @@ class BubblewrapSandbox:
         if answer is not None:
             _check(answer, "the sandbox cannot be removed")
 
-    def ended(self) -> None:
+    def ended(self, memory_kills: int = 0) -> None:
         """Nothing of it runs any more: tell whoever waits, and let go of what this process holds of it."""
+        self._memory_kills = max(self._memory_kills, memory_kills)
         self._spawner.close()
         for process in self._processes.values():
             process.ended(128 + signal.SIGKILL)

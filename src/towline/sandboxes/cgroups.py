@@ -27,6 +27,8 @@ class _Hierarchy:
     mounted: str
     own: str
     """This process's own group, as a folder."""
+    root: str = "/"
+    """The group that the mount shows as its top."""
 
 
 @dataclass(slots=True)
@@ -111,6 +113,32 @@ def processes(folders: Iterable[str]) -> set[int]:
         with suppress(OSError), open(f"{folder}/cgroup.procs") as listing:
             pids |= {int(line) for line in listing if line.strip() != "0"}
     return pids
+
+
+def memory_kills(folders: Iterable[str]) -> int:
+    """How many processes the memory limit of these groups has ended."""
+    most = 0
+    for folder in folders:
+        for name in ("memory.events", "memory.oom_control"):
+            with suppress(OSError, ValueError), open(f"{folder}/{name}") as listing:
+                counts = dict(line.split() for line in listing)
+                most = max(most, int(counts.get("oom_kill", 0)))
+    return most
+
+
+def folders_of(pid: int) -> list[str]:
+    """The folders of the groups that a process is in."""
+    paths: dict[str, str] = {}
+    with suppress(OSError), open(f"/proc/{pid}/cgroup") as lines:
+        for line in lines:
+            _, listed, path = line.rstrip("\n").split(":", 2)
+            paths |= dict.fromkeys(listed.split(","), path)
+    found = []
+    for hierarchy in _hierarchies():
+        names = hierarchy.controllers if hierarchy.version == 1 else {""}
+        own = [paths[name] for name in names if name in paths]
+        found += [_folder(hierarchy.mounted, hierarchy.root, path) for path in own[:1]]
+    return found
 
 
 def kill(folders: Iterable[str]) -> None:
@@ -244,11 +272,11 @@ def _hierarchies() -> list[_Hierarchy]:
             kind, _, options = after.split()[:3]
             if kind == "cgroup2":
                 controllers = _words(f"{mounted}/cgroup.controllers")
-                found.append(_Hierarchy(2, controllers, mounted, _folder(mounted, root, own.get("", "/"))))
+                found.append(_Hierarchy(2, controllers, mounted, _folder(mounted, root, own.get("", "/")), root))
             elif kind == "cgroup":
                 held = frozenset(options.split(",")) & frozenset(_CONTROLLERS)
                 path = next((path for names, path in own.items() if held & set(names.split(","))), "/")
-                found.append(_Hierarchy(1, held, mounted, _folder(mounted, root, path)))
+                found.append(_Hierarchy(1, held, mounted, _folder(mounted, root, path), root))
     return found
 
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from towline.sandboxes import archives, docker_files, trees
-from towline.sandboxes.base import Change, ChangeKind, SandboxError, Spec
+from towline.sandboxes import archives, cgroups, docker_files, trees
+from towline.sandboxes.base import Change, ChangeKind, Fate, SandboxError, Spec
 from towline.sandboxes.docker_api import Attached, Engine, EngineFailure
 from towline.sandboxes.docker_process import DockerProcess
 
@@ -49,6 +49,7 @@ class DockerSandbox:
         self._processes: list[DockerProcess] = []
         self._alarm: asyncio.TimerHandle | None = None
         self._ending: asyncio.Future[None] | None = None
+        self._memory_kills = 0
 
     @property
     def signals(self) -> bool:
@@ -171,6 +172,22 @@ class DockerSandbox:
             and not path.startswith(tuple(known + "/" for known in (*mounts, *_SYSTEM)))
         ]
         return changes
+
+    async def fate(self) -> Fate:
+        if self.gone:
+            return Fate()
+        try:
+            state = (await self._engine.json("GET", self._path("json")))["State"]
+        except EngineFailure as failure:
+            if failure.status != 404:
+                raise
+            return Fate(True, self._memory_kills)
+        counted = await asyncio.to_thread(self._count_kills) if self._local else 0
+        self._memory_kills = max(self._memory_kills, counted, int(bool(state.get("OOMKilled"))))
+        return Fate(not state.get("Running"), self._memory_kills)
+
+    def _count_kills(self) -> int:
+        return cgroups.memory_kills(cgroups.folders_of(self.pid)) if self.owns(self.pid) else 0
 
     async def kill(self) -> None:
         if self.gone:

@@ -115,6 +115,8 @@ class Keeper:
             kept = self._kept.get(message["id"])
             if kept is None:
                 self._tell({"n": number})
+            elif message["do"] == "fate":
+                self._tell({"n": number, "memory_kills": self._count_kills(kept)})
             elif message["do"] == "kill":
                 self._kill_inside(kept, number)
             elif message["do"] == "destroy":
@@ -240,10 +242,15 @@ class Keeper:
             problem = {"error": f"the processes of {name} do not end"} if status else {}
             self._tell({"n": number, **problem})
 
+    def _count_kills(self, kept: Kept) -> int:
+        kept.memory_kills = max(kept.memory_kills, cgroups.memory_kills(kept.groups))
+        return kept.memory_kills
+
     def _end(self, kept: Kept) -> None:
         """Begin to end a sandbox; `_look` sees to the rest."""
         if kept.ended_at is not None:
             return
+        self._count_kills(kept)
         kept.ended_at = time.monotonic()
         self._watch.remove(kept.name)
         kept.lifeline.close()
@@ -259,6 +266,7 @@ class Keeper:
         now = time.monotonic()
         for name in self._watch.over(now):
             with suppress(OSError):
+                self._kept[name].memory_kills += 1
                 self._kill_inside(self._kept[name])
         for kept in list(self._kept.values()):
             if kept.ended_at is None:
@@ -297,7 +305,7 @@ class Keeper:
         for number in kept.ending:
             self._tell({"n": number, **({"error": problem} if problem else {})})
         if not kept.ending:
-            self._tell({"gone": kept.name})
+            self._tell({"gone": kept.name, "memory_kills": kept.memory_kills})
 
     def _reap(self) -> None:
         while True:

@@ -42,6 +42,8 @@ class Kept:
     ended_at: float | None = None
     spawner_gone: bool = False
     notes: list[str] = field(default_factory=list)
+    memory_kills: int = 0
+    """Times that its memory limit has ended processes, as last counted."""
 
 
 def has_ended(pidfd: int) -> bool:

@@ -20,6 +20,7 @@ from towline.sandboxes import archives, process_keeper, trees
 from towline.sandboxes.base import (
     Change,
     ChangeKind,
+    Fate,
     SandboxError,
     Spec,
     Unsupported,
@@ -71,6 +72,14 @@ class ProcessSandbox:
         self._killing: dict[int, asyncio.Future[int]] = {}
         self._keeper: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used: not destroyed, and its keeper lives."""
+        return not self.gone and self._control is not None
+
+    async def fate(self) -> Fate:
+        return Fate(not self.gone and self._control is None)
 
     def outside(self, path: str) -> str:
         """Where an inside path is on the host."""
