@@ -529,11 +529,13 @@ async def test_segments_anywhere(tmp_path: Path) -> None:
                 Trajectory.model_validate(
                     await r.caller.ok("GET", f"/v1/sessions/{results[0].sessions[0].session_id}/trajectory")
                 )
-            ],
-            r.service.store.epoch,
+            ]
         )
-        assert len(await r.service.segments.names(1)) >= 2
+        run = orphan[0].segment.rsplit("/", 2)[0]
+        assert len(await r.service.segments.names(run)) >= 2
     async with rig(tmp_path, segments="memory://towline-test/segments") as r:
-        assert orphan[0].segment not in await r.service.segments.names(1)
+        left = await r.service.segments.names(run)
+        assert left
+        assert orphan[0].segment not in left
         for one in results:
             await r.caller.ok("GET", f"/v1/sessions/{one.sessions[0].session_id}/trajectory")

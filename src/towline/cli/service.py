@@ -167,23 +167,32 @@ def export(
     key: Key = None,
     as_json: common.Json = False,
 ) -> None:
-    """Write the trajectories of tasks to a file. Nothing is leased or acknowledged: consumers see what they did."""
+    """Write the trajectories of tasks to a file. Nothing is leased or acknowledged: consumers see what they did.
+
+    Sessions whose trajectories are damaged are left out and named at the end; the exit code is then 1.
+    """
     from towline.datasets import export as exporting
 
     console = common.console(as_json)
+    damaged: dict[str, str] = {}
     with Client(url, key, patience=_PATIENCE) as client, exporting.opened(out, whole=what is What.TRAJECTORIES) as file:
         names = ids or [one.task_id for one in client.tasks(TaskState.DONE)]
         with common.reporting(console, "export") as report:
             for number, name in enumerate(names, 1):
                 ended = [one for one in client.task(name).sessions if one.state.terminal]
-                found = client.trajectories([one.session_id for one in ended])
-                file.add([one for one in found if not usable or exporting.is_usable(one)])
+                fetched = client.fetch([one.session_id for one in ended])
+                damaged |= fetched.damaged
+                file.add([one for one in fetched.trajectories if not usable or exporting.is_usable(one)])
                 report(number, len(names), name)
-    told = {"out": str(out), "tasks": len(names), "sessions": file.sessions, "rows": file.rows}
+    told = {"out": str(out), "tasks": len(names), "sessions": file.sessions, "rows": file.rows, "damaged": damaged}
     if as_json:
         print(json.dumps(told))
     else:
         console.print(f"{told['sessions']} sessions of {told['tasks']} tasks, {told['rows']} rows, in {out}")
+        for session_id, reason in damaged.items():
+            console.print(f"damaged, left out: {session_id}: {visible(reason)}", markup=False, soft_wrap=True)
+    if damaged:
+        raise typer.Exit(1)
 
 
 # Showing

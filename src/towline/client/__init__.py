@@ -6,6 +6,7 @@ repeated, with growing pauses, while the service is away or full. Nothing here i
 
 from towline.client.asynchronous import AsyncClient
 from towline.client.blocking import Client
+from towline.client.calls import Fetched
 from towline.client.delivered import Delivered, Row
 from towline.client.errors import (
     BadAnswer,
@@ -28,6 +29,7 @@ __all__ = [
     "ClientError",
     "Conflict",
     "Delivered",
+    "Fetched",
     "InvalidRequest",
     "NotAllowed",
     "NotFound",

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, overload
 import httpx
 
 from towline.client import calls
-from towline.client.calls import Call, PauseMode, StaleLike, StartLike, TaskLike, UnitLike
+from towline.client.calls import Call, Fetched, PauseMode, StaleLike, StartLike, TaskLike, UnitLike
 from towline.client.connection import Connection
 from towline.client.delivered import Delivered, deliver, session_ids
 from towline.client.errors import WaitTimeout
@@ -114,7 +114,14 @@ class AsyncClient:
 
     async def trajectories(self, ids: Sequence[str]) -> list[Trajectory]:
         """The trajectories of the named sessions that have one."""
-        return [one for call in calls.trajectories(ids) for one in await self._do(call)]
+        return (await self.fetch(ids)).trajectories
+
+    async def fetch(self, ids: Sequence[str]) -> Fetched:
+        """The trajectories of the named sessions that have one, and which of them the service has and cannot read."""
+        fetched = Fetched()
+        for call in calls.trajectories(ids):
+            fetched.add(await self._do(call))
+        return fetched
 
     # Results
 
@@ -166,7 +173,7 @@ class AsyncClient:
         trajectories: bool = True,
         auto_ack: bool = False,
     ) -> AsyncIterator[Delivered]:
-        """Results with their trajectories, as they finish.
+        """Results with their trajectories, as they finish. A session whose trajectory is damaged says so, and has none.
 
         It ends after `limit` results, or when none came for `idle` seconds; with neither it never does. A result that
         is not acknowledged within its lease comes again; one whose lease ran out while the loop was busy with another is
@@ -190,12 +197,11 @@ class AsyncClient:
             if not batch.results:
                 await asyncio.sleep(stream.breath)
                 continue
-            found = await self.trajectories(session_ids(batch.results)) if trajectories else []
-            by_id = {one.session_id: one for one in found}
+            fetched = await self.fetch(session_ids(batch.results)) if trajectories else Fetched()
             for result in batch.results:
                 if stream.expired:
                     break
-                yield deliver(result, by_id, batch.version, stream.take())
+                yield deliver(result, fetched, batch.version, stream.take())
                 if auto_ack:
                     await self.ack(consumer, [result.result_id])
 

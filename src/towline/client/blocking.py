@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, overload
 import httpx
 
 from towline.client import calls
-from towline.client.calls import Call, PauseMode, StaleLike, StartLike, TaskLike, UnitLike
+from towline.client.calls import Call, Fetched, PauseMode, StaleLike, StartLike, TaskLike, UnitLike
 from towline.client.connection import Connection
 from towline.client.delivered import Delivered, deliver, session_ids
 from towline.client.errors import WaitTimeout
@@ -121,7 +121,14 @@ class Client:
 
     def trajectories(self, ids: Sequence[str]) -> list[Trajectory]:
         """The trajectories of the named sessions that have one."""
-        return [one for call in calls.trajectories(ids) for one in self._do(call)]
+        return (self.fetch(ids)).trajectories
+
+    def fetch(self, ids: Sequence[str]) -> Fetched:
+        """The trajectories of the named sessions that have one, and which of them the service has and cannot read."""
+        fetched = Fetched()
+        for call in calls.trajectories(ids):
+            fetched.add(self._do(call))
+        return fetched
 
     # Results
 
@@ -173,7 +180,7 @@ class Client:
         trajectories: bool = True,
         auto_ack: bool = False,
     ) -> Iterator[Delivered]:
-        """Results with their trajectories, as they finish.
+        """Results with their trajectories, as they finish. A session whose trajectory is damaged says so, and has none.
 
         It ends after `limit` results, or when none came for `idle` seconds; with neither it never does. A result that
         is not acknowledged within its lease comes again; one whose lease ran out while the loop was busy with another is
@@ -197,12 +204,11 @@ class Client:
             if not batch.results:
                 time.sleep(stream.breath)
                 continue
-            found = self.trajectories(session_ids(batch.results)) if trajectories else []
-            by_id = {one.session_id: one for one in found}
+            fetched = self.fetch(session_ids(batch.results)) if trajectories else Fetched()
             for result in batch.results:
                 if stream.expired:
                     break
-                yield deliver(result, by_id, batch.version, stream.take())
+                yield deliver(result, fetched, batch.version, stream.take())
                 if auto_ack:
                     self.ack(consumer, [result.result_id])
 

@@ -25,6 +25,7 @@ from towline.schema import (
     Acked,
     Policy,
     Results,
+    SchemaError,
     Session,
     Stale,
     Start,
@@ -34,7 +35,7 @@ from towline.schema import (
     Trajectory,
     Unit,
 )
-from towline.schema.columns import from_table
+from towline.schema.columns import DAMAGED, from_table
 from towline.schema.files import dump_json, load_json
 
 T = TypeVar("T")
@@ -125,10 +126,23 @@ def trajectory(session_id: str) -> Call[Trajectory]:
     return Call("GET", f"/v1/sessions/{_segment(session_id)}/trajectory", _one_trajectory, accept=ARROW)
 
 
-def trajectories(session_ids: Sequence[str]) -> Iterator[Call[list[Trajectory]]]:
+@dataclass
+class Fetched:
+    """Trajectories of sessions, and why those are missing that the service has and cannot read."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Reasons by session id."""
+
+    def add(self, other: Fetched) -> None:
+        self.trajectories += other.trajectories
+        self.damaged |= other.damaged
+
+
+def trajectories(session_ids: Sequence[str]) -> Iterator[Call[Fetched]]:
     for start in range(0, len(session_ids), SESSIONS_A_CALL):
         body = dump_json({"session_ids": list(session_ids[start : start + SESSIONS_A_CALL])})
-        yield Call("POST", "/v1/trajectories", _trajectories, body=body, accept=ARROW)
+        yield Call("POST", "/v1/trajectories", _fetched, body=body, accept=ARROW)
 
 
 # Results
@@ -224,23 +238,38 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _one_trajectory(body: bytes) -> Trajectory:
-    found = _trajectories(body)
-    if len(found) != 1:
-        raise BadAnswer(f"expected one trajectory, found {len(found)}")
-    return found[0]
+    fetched = _fetched(body)
+    if fetched.damaged:
+        raise BadAnswer(f"the trajectory cannot be read: {', '.join(fetched.damaged.values())}")
+    if len(fetched.trajectories) != 1:
+        raise BadAnswer(f"expected one trajectory, found {len(fetched.trajectories)}")
+    return fetched.trajectories[0]
 
 
-def _trajectories(body: bytes) -> list[Trajectory]:
-    """One batch at a time: a batch fits Arrow's columns, all of them together need not."""
-    found: list[Trajectory] = []
+def _fetched(body: bytes) -> Fetched:
+    """One batch at a time: a batch fits Arrow's columns, all of them together need not. One that cannot be read, because a
+    newer service wrote it, is told of as damaged."""
+    fetched = Fetched()
     try:
         with ipc.open_stream(pa.py_buffer(body)) as stream:
-            for batch in stream:
-                rows = from_table(Trajectory, pa.Table.from_batches([batch]))
-                found.extend(Trajectory.model_validate(row) for row in rows)
+            for batch, metadata in stream.iter_batches_with_custom_metadata():
+                if metadata is not None and DAMAGED in metadata:
+                    fetched.damaged |= _reasons(load_json(metadata[DAMAGED]))
+                table = pa.Table.from_batches([batch])
+                try:
+                    fetched.trajectories += [Trajectory.model_validate(row) for row in from_table(Trajectory, table)]
+                except (ValidationError, SchemaError) as error:
+                    names = table.column("session_id").to_pylist() if "session_id" in table.column_names else []
+                    if not names:
+                        raise
+                    fetched.damaged |= dict.fromkeys(map(str, names), " ".join(str(error).split())[:300])
     except (pa.ArrowException, ValidationError, TowlineError) as error:
         raise BadAnswer(f"the answer is not a stream of trajectories: {error}") from error
-    return found
+    return fetched
+
+
+def _reasons(told: Any) -> dict[str, str]:
+    return {str(name): str(reason) for name, reason in told.items()} if isinstance(told, dict) else {}
 
 
 def failure(status: int, body: bytes) -> ClientError:

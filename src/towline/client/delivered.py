@@ -9,7 +9,8 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from towline.schema import Result, SessionResult, Trace, Trajectory, TurnSampling
+from towline.client.calls import Fetched
+from towline.schema import FailureReason, Result, SessionResult, Trace, Trajectory, TurnSampling
 
 
 class Row(TypedDict):
@@ -45,7 +46,7 @@ class Delivered:
 
     result: Result
     trajectories: list[Trajectory]
-    """In the order of `sessions`; without those of sessions that ended before they had one."""
+    """In the order of `sessions`; without those of sessions that ended before they had one, and those that are damaged."""
     version: int
     """The policy version when the result was handed out."""
     dropped: int = 0
@@ -62,6 +63,11 @@ class Delivered:
     @property
     def sessions(self) -> list[SessionResult]:
         return self.result.sessions
+
+    @property
+    def damaged(self) -> dict[str, str]:
+        """Sessions whose trajectories the service has and cannot read, with the reason of each."""
+        return {one.session_id: one.damaged for one in self.sessions if one.damaged is not None}
 
     @property
     def rewards(self) -> dict[str, float]:
@@ -106,6 +112,19 @@ def session_ids(results: Iterable[Result]) -> list[str]:
     return list(dict.fromkeys(one.session_id for result in results for one in result.sessions))
 
 
-def deliver(result: Result, found: Mapping[str, Trajectory], version: int, dropped: int) -> Delivered:
+def deliver(result: Result, fetched: Fetched, version: int, dropped: int) -> Delivered:
+    found = {one.session_id: one for one in fetched.trajectories}
     own = [found[one.session_id] for one in result.sessions if one.session_id in found]
-    return Delivered(result, own, version, dropped)
+    return Delivered(_flagged(result, fetched.damaged), own, version, dropped)
+
+
+def _flagged(result: Result, damaged: Mapping[str, str]) -> Result:
+    """With what was found only when the tokens were fetched: the service flags what it knew before."""
+    if not any(one.session_id in damaged for one in result.sessions):
+        return result
+    known = {"usable": False, "failure": FailureReason.STORAGE}
+    sessions = [
+        one.model_copy(update=known | {"damaged": damaged[one.session_id]}) if one.session_id in damaged else one
+        for one in result.sessions
+    ]
+    return result.model_copy(update={"sessions": sessions})

@@ -30,6 +30,9 @@ from towline.schema.files import dump_json, load_json
 
 VERSION_KEY = b"towline.schema"
 """Where a table's own metadata holds the schema version."""
+DAMAGED = b"towline.damaged"
+"""Where the metadata of an empty last batch of a stream holds the sessions whose trajectories cannot be read: JSON, reasons
+by session id."""
 
 SCALARS: dict[type, pa.DataType] = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 
@@ -54,16 +57,8 @@ def to_table(model: type[Model], records: Sequence[Model]) -> pa.Table:
 def from_table(model: type[Model], table: pa.Table) -> list[dict[str, Any]]:
     """The fields of each row's record. Columns that the record does not have are the consumer's own and left alone."""
     codecs = _fields(model)
-    expected = pa.schema([(name, codec.type) for name, codec in codecs.items()])
     try:
-        _check_table_version(table)
-        absent = [name for name in codecs if name not in table.column_names]
-        missing = [name for name in absent if model.model_fields[name].is_required()]
-        if missing:
-            raise SchemaError(f"not a table of {model.__name__}: it has no column {', '.join(missing)}")
-        for name in absent:
-            table = table.append_column(name, pa.nulls(table.num_rows, codecs[name].type))
-        table = table.select(expected.names).cast(expected).combine_chunks()
+        table = conform(model, table).combine_chunks()
         # Offsets out of their buffer, from a damaged file, would otherwise be read as memory.
         table.validate(full=True)
     except (pa.ArrowException, UnicodeDecodeError) as error:
@@ -72,6 +67,23 @@ def from_table(model: type[Model], table: pa.Table) -> list[dict[str, Any]]:
         return []
     decoded = [codec.decode(table.column(name).chunk(0)) for name, codec in codecs.items()]
     return [_given(model, row) for row in zip(*decoded, strict=True)]
+
+
+def conform(model: type[Model], table: pa.Table) -> pa.Table:
+    """The table with the columns of the record, in their order; those it does not have are null."""
+    codecs = _fields(model)
+    expected = pa.schema([(name, codec.type) for name, codec in codecs.items()])
+    try:
+        check_table_version(table)
+        absent = [name for name in codecs if name not in table.column_names]
+        missing = [name for name in absent if model.model_fields[name].is_required()]
+        if missing:
+            raise SchemaError(f"not a table of {model.__name__}: it has no column {', '.join(missing)}")
+        for name in absent:
+            table = table.append_column(name, pa.nulls(table.num_rows, codecs[name].type))
+        return table.select(expected.names).cast(expected)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise SchemaError(f"not a table of {model.__name__}: {error}") from error
 
 
 def _given(model: type[Model], row: Iterable[Any]) -> dict[str, Any]:
@@ -87,7 +99,7 @@ def one_row(model: type[Model], table: pa.Table) -> dict[str, Any]:
     return rows[0]
 
 
-def _check_table_version(table: pa.Table) -> None:
+def check_table_version(table: pa.Table) -> None:
     recorded = (table.schema.metadata or {}).get(VERSION_KEY)
     if recorded is not None:
         if not recorded.isdigit():

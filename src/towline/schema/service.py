@@ -101,6 +101,8 @@ class SessionResult(Model):
     """Oldest policy version among its trained tokens."""
     stale: bool = False
     """Older than the consumer or the task wants."""
+    damaged: str | None = None
+    """Why its trajectory cannot be read from the store, if it cannot. The result is acknowledged as any other."""
     finished: float
     notes: list[str] = Field(default_factory=list)
     """What the node noted about the session, such as what the engine answered when it failed."""

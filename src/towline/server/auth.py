@@ -45,7 +45,7 @@ class NewKey(Model):
 
 
 class KeyWish(Model):
-    name: str = Field(default="", max_length=128)
+    name: str = Field(default="", max_length=128, pattern=r"^[^\x00]*$")
     roles: list[Role] = Field(min_length=1)
 
 

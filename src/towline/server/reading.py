@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -11,7 +11,7 @@ from sqlalchemy import Row, func, select, tuple_
 
 from towline.schema import FailureReason, Session, SessionState, TaskState, TaskStatus
 from towline.server import tables
-from towline.server.errors import NotFound
+from towline.server.errors import Damaged, NotFound
 from towline.server.queueing import session_of
 from towline.server.segments import Piece
 from towline.server.store import Store, chunks
@@ -144,14 +144,29 @@ async def consumers(store: Store) -> list[Standing]:
     return found
 
 
-async def pieces_of(store: Store, session_ids: Sequence[str]) -> list[Piece]:
-    """Where the trajectories of the named sessions are, in that order; those that have none are left out."""
-    table, found = tables.sessions, {}
+@dataclass(slots=True)
+class Stored:
+    """Where the trajectories of sessions are, in the order asked; sessions without one are left out."""
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+    """Sessions whose row names no place that could be read, with the reason."""
+
+
+async def stored(store: Store, session_ids: Sequence[str]) -> Stored:
+    table = tables.sessions
+    rows: dict[str, Row[Any]] = {}
     async with store.read() as tx:
         for some in chunks(list(session_ids)):
             query = select(table.c.session_id, table.c.segment, table.c.place, table.c.sha256).where(
                 table.c.session_id.in_(some), table.c.segment.is_not(None)
             )
-            for row in await tx.execute(query):
-                found[row.session_id] = Piece.at(row.segment, row.place, row.sha256)
-    return [found[name] for name in dict.fromkeys(session_ids) if name in found]
+            rows |= {row.session_id: row for row in await tx.execute(query)}
+    found = Stored()
+    for name in dict.fromkeys(session_ids):
+        if name in rows:
+            try:
+                found.pieces[name] = Piece.at(rows[name].segment, rows[name].place, rows[name].sha256)
+            except Damaged as error:
+                found.broken[name] = str(error)
+    return found

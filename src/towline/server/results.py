@@ -8,22 +8,25 @@ consumer does not follow: it never comes again.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import Row, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.crashpoints import crash_point
-from towline.schema import Acked, FailureReason, Result, SessionResult, SessionState, Stale, Start, Unit
+from towline.schema import Acked, FailureReason, Result, SchemaError, SessionResult, SessionState, Stale, Start, Unit
 from towline.schema.files import load_json
 from towline.server import names, tables
 from towline.server.errors import Conflict
 from towline.server.rules import stale
 from towline.server.store import Store, chunks
 
+log = logging.getLogger("towline.server")
 _SCANNED = 1000
 """Most results that one transaction passes over."""
 _SEEN = 30.0
@@ -219,7 +222,7 @@ class Delivery:
         reasons = await _reasons(tx, [row.task_id for row in rows if wish.unit is Unit.GROUP and not row.usable])
         results = []
         for row in rows:
-            sessions = members.get(row.seq, []) if wish.unit is Unit.GROUP else [_session(row.body)]
+            sessions = members.get(row.seq, []) if wish.unit is Unit.GROUP else [_session(row)]
             if row.seq in old:
                 sessions = [one.model_copy(update={"stale": True}) for one in sessions]
             results.append(
@@ -241,13 +244,11 @@ class Delivery:
         found: dict[int, list[SessionResult]] = {seq: [] for seq in complete.values()}
         table = tables.results
         for some in chunks(list(complete)):
-            query = select(table.c.task_id, table.c.seq, table.c.body).where(
-                table.c.task_id.in_(some), table.c.unit == Unit.SESSION.value, table.c.usable
-            )
+            query = select(table).where(table.c.task_id.in_(some), table.c.unit == Unit.SESSION.value, table.c.usable)
             for row in await tx.execute(query):
                 group = complete[row.task_id]
                 if row.seq < group:
-                    found[group].append(_session(row.body))
+                    found[group].append(_session(row))
         return {seq: sorted(sessions, key=lambda one: one.sample) for seq, sessions in found.items()}
 
     # Acknowledging
@@ -282,11 +283,11 @@ async def _reasons(tx: AsyncConnection, task_ids: Sequence[str]) -> dict[str, di
     found: dict[str, Counter[str]] = {}
     table = tables.results
     for some in chunks(task_ids):
-        query = select(table.c.task_id, table.c.body).where(
+        query = select(table).where(
             table.c.task_id.in_(some), table.c.unit == Unit.SESSION.value, table.c.usable.is_(False)
         )
         for row in await tx.execute(query):
-            found.setdefault(row.task_id, Counter())[_reason(_session(row.body))] += 1
+            found.setdefault(row.task_id, Counter())[_reason(_session(row))] += 1
     return {task_id: dict(counted) for task_id, counted in found.items()}
 
 
@@ -300,5 +301,23 @@ def _reason(session: SessionResult) -> str:
     return "unscored" if session.reward is None and session.reward_status is not None else "untrained"
 
 
-def _session(body: bytes) -> SessionResult:
-    return SessionResult.model_validate(load_json(body))
+def _session(row: Row[Any]) -> SessionResult:
+    """What a row says of its session. One that cannot be read is a result like others, flagged."""
+    try:
+        return SessionResult.model_validate(load_json(row.body))
+    except (SchemaError, TypeError, ValidationError) as error:
+        log.error("the row of result %d is damaged: %s", row.seq, " ".join(str(error).split())[:200])
+        return SessionResult(
+            session_id=row.session_id,
+            task_id=row.task_id,
+            sample=0,
+            attempt=1,
+            state=SessionState.FAILED,
+            failure=FailureReason.STORAGE,
+            error="the row of this result is damaged",
+            usable=False,
+            turns=0,
+            trained_tokens=0,
+            damaged="the row of this result is damaged",
+            finished=row.created,
+        )

@@ -13,11 +13,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, func, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from towline.server import tables
+from towline.server import ownership, tables
 from towline.server.events import Events
 from towline.server.runner import Runner
 from towline.server.segments import Segments
@@ -152,13 +152,13 @@ class Retention:
                 await tx.execute(delete(table).where(table.c.segment.in_(some)))
 
     async def collect_orphans(self) -> int:
-        """Remove the segments that earlier servers wrote and no row names; how many. Looks at each epoch once."""
-        meta, sessions = tables.meta, tables.sessions
+        """Remove segments that earlier servers of this store wrote and no row names; how many. Looks at each run once."""
+        sessions = tables.sessions
         async with self.store.read() as tx:
-            swept = int(await tx.scalar(select(meta.c.value).where(meta.c.name == _SWEPT)) or 0)
+            swept = int(await ownership.get(tx, _SWEPT) or 0)
         removed = 0
-        for epoch in range(swept + 1, self.store.epoch):
-            for some in chunks(await self.segments.names(epoch)):
+        for epoch, folder in (await ownership.runs(self.store, swept + 1)).items():
+            for some in chunks(await self.segments.names(folder)):
                 async with self.store.read() as tx:
                     found = await tx.execute(select(sessions.c.segment).where(sessions.c.segment.in_(some)))
                     known = set(found.scalars())
@@ -166,6 +166,6 @@ class Retention:
                 await self.segments.delete(orphans)
                 removed += len(orphans)
             async with self.store.write() as tx:
-                await tx.execute(self.store.insert_new(meta).values(name=_SWEPT, value=str(epoch)))
-                await tx.execute(update(meta).where(meta.c.name == _SWEPT).values(value=str(epoch)))
+                await ownership.put(self.store, tx, _SWEPT, str(epoch))
+                await ownership.forget_run(self.store, tx, epoch)
         return removed

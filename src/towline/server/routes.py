@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from towline.engines.base import PauseMode
 from towline.schema import (
@@ -21,6 +21,7 @@ from towline.schema import (
     Policy,
     Results,
     Role,
+    SchemaError,
     Session,
     SessionState,
     Stale,
@@ -35,11 +36,11 @@ from towline.schema.base import Count, Id, Model
 from towline.schema.files import dump_json
 from towline.server import reading
 from towline.server.auth import Caller, KeyInfo, KeyWish, NewKey
-from towline.server.errors import NotFound
+from towline.server.errors import Damaged, NotFound
 from towline.server.results import Wish
 from towline.server.runner import NoLog
 from towline.server.service import Service
-from towline.server.streaming import ARROW, arrow_stream
+from towline.server.streaming import ARROW, arrow_stream, begun
 
 MOST_TASKS = 1000
 MOST_IDS = 1000
@@ -161,13 +162,18 @@ async def get_trajectory(
 ) -> Response:
     """The tokens of a session that has ended: JSON, or an Arrow stream for who accepts that."""
     await reading.session(service.store, session_id)
-    stored = await reading.pieces_of(service.store, [session_id])
-    if not stored:
+    stored = await reading.stored(service.store, [session_id])
+    if not stored.pieces and not stored.broken:
         raise NotFound(f"session {session_id!r} has no trajectory: it has not ended, or ended before it began")
-    if ARROW in accept.lower():
-        return StreamingResponse(arrow_stream(service.segments, stored), media_type=ARROW)
-    table = await service.segments.read(stored[0])
-    return Response(Trajectory.from_arrow(table).to_json(), media_type="application/json")
+    try:
+        if stored.broken:
+            raise Damaged(stored.broken[session_id])
+        table = await service.segments.read(stored.pieces[session_id])
+        if ARROW not in accept.lower():
+            return Response(Trajectory.from_arrow(table).to_json(), media_type="application/json")
+    except (Damaged, SchemaError, ValidationError) as error:
+        raise Damaged(f"the trajectory of session {session_id!r} is damaged: {error}") from error
+    return StreamingResponse(await begun(arrow_stream(service.segments, stored)), media_type=ARROW)
 
 
 _LOG: dict[int | str, dict[str, Any]] = {
@@ -214,9 +220,12 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 @router.post("/trajectories", tags=["sessions"], responses=_STREAM, response_class=StreamingResponse)
 async def get_trajectories(wanted: SessionIds, service: ServiceOf, caller: Consumer) -> StreamingResponse:
-    """The trajectories of many sessions as one Arrow stream, in the order asked; sessions without one are left out."""
-    stored = await reading.pieces_of(service.store, wanted.session_ids)
-    return StreamingResponse(arrow_stream(service.segments, stored), media_type=ARROW)
+    """The trajectories of many sessions as one Arrow stream, in the order asked; sessions without one are left out.
+
+    Those that are damaged are left out too, and named in the metadata (`towline.damaged`) of an empty last batch.
+    """
+    stored = await reading.stored(service.store, wanted.session_ids)
+    return StreamingResponse(await begun(arrow_stream(service.segments, stored)), media_type=ARROW)
 
 
 # Results

@@ -343,7 +343,7 @@ class Scheduler:
         pause = 0.1
         while True:
             try:
-                pieces = await self.segments.write(trajectories, self.store.epoch)
+                pieces = await self.segments.write(trajectories)
             except OSError as error:
                 self._unwritable.met(str(error))
             else:

@@ -2,8 +2,14 @@
 
 A segment is an Arrow file with one record batch for each session that ended at about the same time: what ends together is
 made durable together. It is whole and durable before the rows that name it are committed, so a row never names a file that
-is not there. The other way round, a crash leaves files that no row names; those of one run of the server are under its
-epoch, and the next run looks there and nowhere else. Each batch's bytes have a hash of their own in its session's row.
+was not written. Each batch's bytes have a hash of their own in its session's row: damage to one leaves the others readable.
+
+Names are `<store>/<run>/<thousand>/<number>.arrow`. The store's id keeps stores apart that share a location; the run (the
+server's epoch with a random part) keeps apart what two copies of one database would write. A crash leaves files that no row
+names: a later run of the same store looks for them in the folders of its own earlier runs and nowhere else.
+
+Each store's folder holds a marker that names the store. A file that is missing beside its marker is lost; without the
+marker the location is not the one that was written to, or is away, and nothing is said about the file.
 """
 
 from __future__ import annotations
@@ -11,26 +17,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
-import os
-from collections.abc import Iterator, Sequence
+import re
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.ipc as ipc
 
 from towline.crashpoints import crash_point
-from towline.errors import ConfigError
 from towline.schema import SchemaError, Trajectory
-from towline.schema.columns import to_table
-from towline.schema.files import write_atomically
+from towline.schema.columns import check_table_version, to_table
 from towline.server.errors import Damaged
+from towline.server.locations import LocalFolder, Location, open_location
 
 _FOLDER = 1000
 """Most files in one folder."""
 _SMALL = 32 * 1024
 """Bytes of a trajectory below which compressing its many short columns takes longer than it saves."""
+MARKER = "store.json"
+_LEGACY = re.compile(r"[0-9]+/[0-9]{6}/[0-9]{9}\.arrow")
+"""Names of segments from before stores had ids."""
+_MAGIC = b"ARROW1\0\0"
+"""Stands before the first message of an Arrow file, which is its schema."""
+_TRIES = 3
+"""Looks at a file before it counts as unreadable, and the seconds between them:"""
+_AGAIN = 0.1
 
 
 def write_options(sizes: Sequence[int]) -> ipc.IpcWriteOptions:
@@ -59,30 +73,46 @@ class Piece:
 
     @classmethod
     def at(cls, segment: str, place: str, sha256: str) -> Piece:
-        row, offset, length = map(int, place.split(":"))
+        """Raises `Damaged` for a row that names no place."""
+        try:
+            row, offset, length = map(int, place.split(":"))
+            if min(row, offset, length) < 0:
+                raise ValueError("negative")
+        except (AttributeError, ValueError) as error:
+            raise Damaged(f"the row of segment {segment} names no place in it: {place!r}") from error
         return cls(segment, row, offset, length, sha256)
 
 
 class Segments:
-    """Files by name: `<epoch>/<thousand>/<number>.arrow`."""
+    """The segments at one location. What is not `own` is only ever read."""
 
-    def __init__(self, place: str | Path):
-        """`place` is a folder, or a URL such as `s3://bucket/prefix`."""
-        self._folder: Path | None = None
-        self._remote: Any = None
-        self._root = ""
+    def __init__(self, place: str | Path | Location):
+        self.location = open_location(place) if isinstance(place, str | Path) else place
+        self.store = ""
+        self._run = ""
         self._numbers = itertools.count(1)
-        if isinstance(place, str) and "://" in place:
-            self._remote, self._root = _remote(place)
-        else:
-            self._folder = Path(place)
+
+    def own(self, store: str, run: str) -> None:
+        """From here on this is the location of that store, and its server's run writes to it."""
+        self.store, self._run = store, run
+
+    # Markers
+
+    async def marked(self, store: str) -> bool:
+        """Whether the location holds segments of that store. Raises `OSError` if that cannot be known."""
+        return await asyncio.to_thread(self.location.exists, f"{store}/{MARKER}")
+
+    async def mark(self, store: str, database: str) -> None:
+        """Say that the folder belongs to a store."""
+        data = orjson.dumps({"format": 1, "store": store, "database": database, "created": time.time()})
+        await asyncio.to_thread(self.location.write, f"{store}/{MARKER}", data)
 
     # Writing
 
-    async def write(self, trajectories: Sequence[Trajectory], epoch: int) -> list[Piece | SchemaError]:
+    async def write(self, trajectories: Sequence[Trajectory]) -> list[Piece | SchemaError]:
         """A segment of the trajectories, durable on return; an error in the place of one that cannot be written."""
         number = next(self._numbers)
-        name = f"{epoch}/{number // _FOLDER:06d}/{number:09d}.arrow"
+        name = f"{self.store}/{self._run}/{number // _FOLDER:06d}/{number:09d}.arrow"
         return await asyncio.to_thread(self._write, trajectories, name)
 
     def _write(self, trajectories: Sequence[Trajectory], name: str) -> list[Piece | SchemaError]:
@@ -100,12 +130,7 @@ class Segments:
                 places.append((start, sink.tell() - start))
         data = sink.getvalue()
         crash_point("server.before_segment")
-        if self._folder is not None:
-            path = self._folder / name
-            _make_folder(path.parent, self._folder)
-            write_atomically(path, data)
-        else:
-            self._remote.pipe_file(f"{self._root}/{name}", data.to_pybytes())
+        self.location.write(name, data)
         crash_point("server.after_segment")
         rows = itertools.count()
         return [
@@ -116,53 +141,87 @@ class Segments:
     # Reading
 
     async def read(self, piece: Piece) -> pa.Table:
-        """The one-row table of a trajectory; `Damaged` if it is not what was written."""
+        """The one-row table of a trajectory. `Damaged` if it is not what was written; `OSError` if the location is away."""
         return await asyncio.to_thread(self._read, piece)
 
     def _read(self, piece: Piece) -> pa.Table:
+        data, schema = self._checked(piece)
         try:
-            if self._folder is not None:
-                with pa.memory_map(str(self._folder / piece.segment)) as file:
-                    data = file.read_buffer()
-            else:
-                data = pa.py_buffer(self._remote.cat_file(f"{self._root}/{piece.segment}"))
-            if _hash(data, piece.offset, piece.length) != piece.sha256:
-                raise Damaged(f"segment {piece.segment} is not what was written: a hash differs")
-            return pa.Table.from_batches([ipc.open_file(data).get_batch(piece.row)])
-        except (OSError, ValueError, pa.ArrowException) as error:
+            return pa.Table.from_batches([ipc.read_record_batch(_message(data), schema)])
+        except (OSError, StopIteration, ValueError, pa.ArrowException) as error:
             raise Damaged(f"segment {piece.segment} cannot be read: {error}") from error
+
+    async def check(self, pieces: Sequence[Piece]) -> dict[Piece, str]:
+        """Those that cannot be read, each with the reason. Raises `OSError` if the location is away."""
+        return await asyncio.to_thread(self._check, pieces)
+
+    def _check(self, pieces: Sequence[Piece]) -> dict[Piece, str]:
+        damaged: dict[Piece, str] = {}
+        for piece in pieces:
+            try:
+                self._checked(piece)
+            except Damaged as error:
+                damaged[piece] = str(error)
+        return damaged
+
+    def _checked(self, piece: Piece) -> tuple[pa.Buffer, pa.Schema]:
+        """The bytes of a piece, if they are what was written, and the columns of its segment."""
+        for left in reversed(range(_TRIES)):
+            try:
+                with self.location.open(piece.segment) as file:
+                    data = file.read_at(piece.length, piece.offset)
+                    if len(data) < piece.length:
+                        raise Damaged(f"segment {piece.segment} is cut off: it has {file.size()} bytes")
+                    if hashlib.sha256(data).hexdigest() != piece.sha256:
+                        raise Damaged(f"segment {piece.segment} is not what was written: a hash differs")
+                    return pa.py_buffer(data), _schema(file, piece)
+            except FileNotFoundError as error:
+                self._located(piece.segment, error)
+                raise Damaged(f"segment {piece.segment} is missing") from error
+            except OSError as error:
+                if not left:
+                    self._located(piece.segment, error)
+                    raise Damaged(f"segment {piece.segment} cannot be read: {error}") from error
+            time.sleep(_AGAIN)
+        raise AssertionError("unreachable")
+
+    def _located(self, segment: str, error: OSError) -> None:
+        """Raise `OSError` unless the location is the one that the segment was written to."""
+        if _LEGACY.fullmatch(segment):
+            if isinstance(self.location, LocalFolder) and not self.location.folder.is_dir():
+                raise error
+            return
+        if not self.location.exists(f"{segment.partition('/')[0]}/{MARKER}"):
+            raise OSError(
+                f"{self.location.name} does not hold the segments of this store: is it mounted? ({error})"
+            ) from error
 
     # Removing
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Names that are not there are fine: a crash may have come between the file and the row."""
+        """Names that are not there are fine: a crash may have come between the file and the row. Others' files stay."""
         await asyncio.to_thread(self._delete, names)
 
     def _delete(self, names: Sequence[str]) -> None:
+        others = self._others() if any(map(_LEGACY.fullmatch, names)) else []
         for name in names:
-            if self._folder is not None:
-                (self._folder / name).unlink(missing_ok=True)
-                continue
-            try:
-                self._remote.rm_file(f"{self._root}/{name}")
-            except FileNotFoundError:
-                continue
+            if name.startswith(f"{self.store}/") or (_LEGACY.fullmatch(name) and not others):
+                self.location.delete(name)
 
-    async def names(self, epoch: int) -> list[str]:
-        """Every segment that the server of that epoch wrote; its unfinished files are removed on the way."""
-        return await asyncio.to_thread(lambda: list(self._names(epoch)))
+    def _others(self) -> list[str]:
+        """Other stores that share the location."""
+        folders = self.location.folders()
+        return [name for name in folders if name != self.store and self.location.exists(f"{name}/{MARKER}")]
 
-    def _names(self, epoch: int) -> Iterator[str]:
-        if self._folder is None:
-            root = f"{self._root}/{epoch}"
-            for path in self._remote.find(root) if self._remote.exists(root) else ():
-                yield str(path).strip("/").removeprefix(self._root.strip("/")).lstrip("/")
-            return
-        for path in sorted((self._folder / str(epoch)).glob("*/*")):
-            if path.suffix == ".tmp":
-                path.unlink()
-            else:
-                yield str(path.relative_to(self._folder))
+    async def names(self, folder: str) -> list[str]:
+        """Every segment in a folder of this store; unfinished files are removed on the way."""
+        if not folder.startswith(f"{self.store}/"):
+            return []
+        return await asyncio.to_thread(self._names, folder)
+
+    def _names(self, folder: str) -> list[str]:
+        self.location.tidy(folder)
+        return [name for name in self.location.find(folder) if name.endswith(".arrow")]
 
 
 def _batch(trajectory: Trajectory) -> pa.RecordBatch | SchemaError:
@@ -177,27 +236,39 @@ def _hash(data: pa.Buffer, offset: int, length: int) -> str:
     return hashlib.sha256(data.slice(offset, length)).hexdigest()
 
 
-def _remote(place: str) -> tuple[Any, str]:
+def _message(data: pa.Buffer) -> ipc.Message:
+    """The batch in the bytes of a piece. Those of a segment's first begin where the file does."""
+    first = data.slice(0, len(_MAGIC)).to_pybytes() == _MAGIC
+    messages = ipc.MessageReader.open_stream(pa.BufferReader(data.slice(len(_MAGIC) if first else 0)))
+    if first:
+        messages.read_next_message()
+    return messages.read_next_message()
+
+
+def _schema(file: pa.NativeFile, piece: Piece) -> pa.Schema:
+    """The columns of a segment. They stand at its end and at its beginning: one of both may be damaged."""
+    found: list[pa.Schema] = []
+    for read in (_footer, _header):
+        try:
+            schema = read(file)
+        except (OSError, ValueError, pa.ArrowException):
+            continue
+        if schema.equals(SCHEMA, check_metadata=True):
+            return schema
+        found.append(schema)
+    if not found or any(not one.equals(found[0], check_metadata=True) for one in found):
+        raise Damaged(f"segment {piece.segment} is not what was written: its columns are damaged")
     try:
-        from fsspec.core import url_to_fs
-
-        remote, root = url_to_fs(place)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"server.segments {place!r} cannot be used: {error}") from error
-    return remote, str(root).rstrip("/")
+        check_table_version(found[0].empty_table())
+    except SchemaError as error:
+        raise Damaged(f"segment {piece.segment} cannot be read: {error}") from error
+    return found[0]
 
 
-def _make_folder(folder: Path, root: Path) -> None:
-    """With the names of new folders durable too, up to the root."""
-    if folder.is_dir():
-        return
-    if folder == root:
-        folder.mkdir(parents=True, exist_ok=True)
-        return
-    _make_folder(folder.parent, root)
-    folder.mkdir(exist_ok=True)
-    above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(above)
-    finally:
-        os.close(above)
+def _footer(file: pa.NativeFile) -> pa.Schema:
+    return ipc.open_file(file).schema
+
+
+def _header(file: pa.NativeFile) -> pa.Schema:
+    file.seek(len(_MAGIC))
+    return ipc.read_schema(file)

@@ -14,10 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.config import ServerSettings
 from towline.schema import Accepted, Acked, Results, Task, TaskStatus
-from towline.server import queueing, reading
+from towline.server import ownership, queueing, reading
 from towline.server.admission import admit
 from towline.server.auth import Caller, Keys, loopback
 from towline.server.callbacks import Callbacks
+from towline.server.damage import flag_damaged
 from towline.server.ending import Effects, Ender
 from towline.server.errors import Full, Invalid, NotFound, StoreError
 from towline.server.events import Events
@@ -82,6 +83,8 @@ class Service:
         self.settings.data.mkdir(parents=True, exist_ok=True)
         await self.store.open()
         try:
+            await ownership.take_store(self.store, self.segments)
+            await ownership.take_location(self.store, self.segments)
             # Before sampling is paused, if it was.
             self.problems = await self.runner.probe()
             await self.policy.restore()
@@ -183,7 +186,8 @@ class Service:
             left = until - clock()
             if found.results or self.stopping.is_set() or (left <= 0 and not found.more):
                 self.metrics.delivered.labels(unit).inc(len(found.results))
-                return Results(results=found.results, dropped=dropped, version=version)
+                results = await flag_damaged(self.store, self.segments, found.results)
+                return Results(results=results, dropped=dropped, version=version)
             if not found.more:
                 if found.next_expiry is not None:
                     left = min(left, max(0.01, found.next_expiry - time.time()))

@@ -93,6 +93,11 @@ class Store:
             raise ConfigError("a store on PostgreSQL needs its driver: pip install 'towline[postgres]'") from error
         return engine
 
+    @property
+    def shown(self) -> str:
+        """The URL without its password."""
+        return self.url.render_as_string(hide_password=True)
+
     # Opening
 
     async def open(self, *, serving: bool = True) -> None:
@@ -108,8 +113,7 @@ class Store:
                     self.epoch = await take(tx, "epoch")
         except SQLAlchemyError as error:
             await self.close()
-            shown = self.url.render_as_string(hide_password=True)
-            raise StoreError(f"the database {shown} cannot be used: {_said(error)}") from error
+            raise StoreError(f"the database {self.shown} cannot be used: {_said(error)}") from error
         except OSError as error:
             await self.close()
             raise StoreError(f"the database does not answer: {error}") from error
@@ -126,6 +130,16 @@ class Store:
         got = await self._holder.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": _LOCK})
         if not got:
             raise StoreError(_TAKEN)
+
+    def nonce(self) -> str:
+        """A random word in the lock file of an SQLite database: a copy of the database alone comes without it."""
+        assert self._lock is not None, "only the server of a store has its lock"
+        found = os.pread(self._lock, 64, 0)
+        if not found:
+            found = secrets.token_hex(16).encode()
+            os.pwrite(self._lock, found, 0)
+            os.fsync(self._lock)
+        return found.decode("ascii", "replace")
 
     async def hold(self) -> None:
         """See that this is still the one server: a connection that broke gave the lock back."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncIterator
 
 import pyarrow as pa
 import pyarrow.ipc as ipc
 
-from towline.server.segments import SCHEMA, Piece, Segments, write_options
+from towline.schema import SchemaError, Trajectory
+from towline.schema.columns import DAMAGED, conform
+from towline.schema.files import dump_json
+from towline.server.errors import Damaged
+from towline.server.reading import Stored
+from towline.server.segments import SCHEMA, Segments, write_options
 
+log = logging.getLogger("towline.server")
 ARROW = "application/vnd.apache.arrow.stream"
 
 
@@ -34,12 +41,33 @@ class _Sink:
         return b"".join(parts)
 
 
-async def arrow_stream(segments: Segments, stored: Sequence[Piece]) -> AsyncIterator[bytes]:
-    sink = _Sink()
-    options = write_options([piece.length for piece in stored])
+async def arrow_stream(segments: Segments, stored: Stored) -> AsyncIterator[bytes]:
+    """A batch for each trajectory, then, if some are damaged, an empty one whose metadata names them with the reasons."""
+    sink, damaged = _Sink(), dict(stored.broken)
+    options = write_options([piece.length for piece in stored.pieces.values()])
     with ipc.new_stream(pa.PythonFile(sink, mode="w"), SCHEMA, options=options) as writer:
-        for piece in stored:
-            table = await segments.read(piece)
-            writer.write_table(table.select(SCHEMA.names).cast(SCHEMA))
+        for session_id, piece in stored.pieces.items():
+            try:
+                table = conform(Trajectory, await segments.read(piece)).cast(SCHEMA)
+            except (Damaged, SchemaError) as error:
+                log.error("the trajectory of session %s is damaged: %s", session_id, error)
+                damaged[session_id] = str(error)
+                continue
+            writer.write_table(table)
             yield sink.take()
+        if damaged:
+            empty = pa.RecordBatch.from_pylist([], SCHEMA)
+            writer.write_batch(empty, custom_metadata={DAMAGED: dump_json(damaged)})
     yield sink.take()
+
+
+async def begun(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The stream, once its first bytes are there: what keeps it from beginning is raised here, and not in its middle."""
+    first = await anext(stream)
+
+    async def whole() -> AsyncIterator[bytes]:
+        yield first
+        async for data in stream:
+            yield data
+
+    return whole()

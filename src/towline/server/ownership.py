@@ -1,0 +1,128 @@
+"""Which segments are whose: the store's id, the runs of its servers, and the location that it writes to.
+
+A store has an id of its own, made with its database. A database that was copied is noticed (its file, or the place of it in
+its cluster, is another) and gets a new id: both copies still read what their rows name, and neither removes or overwrites
+what the other has written since. `towline store move` keeps the id.
+
+The location is recorded. A server that is given another one, where nothing of this store is, is refused: it would find
+every trajectory missing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+
+from sqlalchemy import delete, func, select, text, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from towline.errors import ConfigError
+from towline.server import tables
+from towline.server.segments import Segments
+from towline.server.store import Store
+
+log = logging.getLogger("towline.server")
+_IDS, _IDENTITY, _LOCATION, _RUN = "stores", "identity", "segments", "run."
+_PREFIX = "store-"
+
+
+async def get(tx: AsyncConnection, name: str) -> str | None:
+    found = await tx.scalar(select(tables.meta.c.value).where(tables.meta.c.name == name))
+    return None if found is None else str(found)
+
+
+async def put(store: Store, tx: AsyncConnection, name: str, value: str) -> None:
+    table = tables.meta
+    await tx.execute(store.insert_new(table).values(name=name, value=value))
+    await tx.execute(update(table).where(table.c.name == name).values(value=value))
+
+
+async def store_ids(tx: AsyncConnection) -> list[str]:
+    """Every id that this store has had; the last is its own."""
+    found = await get(tx, _IDS)
+    return [str(one) for one in json.loads(found)] if found else []
+
+
+async def identity(store: Store, tx: AsyncConnection) -> str:
+    """What a database has and a copy of it has not: its file and the lock beside it, or its cluster and its place there."""
+    if store.sqlite:
+        return f"file {os.stat(str(store.url.database)).st_ino} {store.nonce()}"
+    try:
+        async with tx.begin_nested():
+            cluster = await tx.scalar(text("SELECT system_identifier FROM pg_control_system()"))
+    except DBAPIError:  # Some hosts do not let everybody ask.
+        cluster = None
+    place = await tx.scalar(text("SELECT oid FROM pg_database WHERE datname = current_database()"))
+    return f"database {cluster} {place}"
+
+
+async def take_store(store: Store, segments: Segments) -> str:
+    """The store's id, and a run of this server's own; both are recorded. Call once, after `store.open`."""
+    run = f"{store.epoch}-{secrets.token_hex(4)}"
+    async with store.write() as tx:
+        ids, known, now = await store_ids(tx), await get(tx, _IDENTITY), await identity(store, tx)
+        copied = bool(ids) and known != now
+        if copied or not ids:
+            ids.append(_PREFIX + secrets.token_hex(8))
+            await put(store, tx, _IDS, json.dumps(ids))
+        await put(store, tx, _IDENTITY, now)
+        await put(store, tx, f"{_RUN}{store.epoch}", f"{ids[-1]}/{run}")
+    if copied:
+        log.warning(
+            "this database is a copy of another: from here on its segments are in %s; those from before are read, "
+            "and never removed",
+            ids[-1],
+        )
+    segments.own(ids[-1], run)
+    return ids[-1]
+
+
+async def take_location(store: Store, segments: Segments) -> None:
+    """Record and mark the location. Refuses one that holds nothing of a store whose rows name segments elsewhere."""
+    place = segments.location.name
+    async with store.read() as tx:
+        recorded, ids = await get(tx, _LOCATION), await store_ids(tx)
+        named = await tx.scalar(
+            select(tables.sessions.c.segment).where(tables.sessions.c.segment.is_not(None)).limit(1)
+        )
+    try:
+        absent = [one for one in ids if not await segments.marked(one)]
+        if recorded not in (None, place) and named and len(absent) == len(ids):
+            raise ConfigError(
+                f"the trajectories of this store are in {recorded}; {place} holds none of them: set server.segments to "
+                f"{recorded}, or take them along with `towline store move --to-segments {place}`"
+            )
+        for one in absent:
+            if recorded is not None and await _names_segments(store, one):
+                log.error("%s has lost the marker of %s: segments that are not there count as damaged", place, one)
+                await segments.mark(one, store.shown)
+        if ids[-1] in absent:
+            await segments.mark(ids[-1], store.shown)
+    except OSError as error:
+        log.error("the location of the trajectories is away; sessions that end wait for it: %s", error)
+        return
+    async with store.write() as tx:
+        await put(store, tx, _LOCATION, place)
+
+
+async def _names_segments(store: Store, id: str) -> bool:
+    table = tables.sessions
+    async with store.read() as tx:
+        named = select(table.c.segment).where(table.c.segment >= f"{id}/", table.c.segment < f"{id}0").limit(1)
+        return await tx.scalar(named) is not None
+
+
+async def runs(store: Store, first: int) -> dict[int, str]:
+    """The folders that earlier runs of this store's servers wrote to, from the first epoch on; copies' excepted."""
+    table = tables.meta
+    async with store.read() as tx:
+        found = await tx.execute(select(table).where(func.substr(table.c.name, 1, len(_RUN)) == _RUN))
+    by_epoch = {int(row.name.removeprefix(_RUN)): str(row.value) for row in found}
+    return {epoch: folder for epoch, folder in sorted(by_epoch.items()) if first <= epoch < store.epoch}
+
+
+async def forget_run(store: Store, tx: AsyncConnection, epoch: int) -> None:
+    await tx.execute(delete(tables.meta).where(tables.meta.c.name == f"{_RUN}{epoch}"))
