@@ -300,6 +300,7 @@ class Talk:
             forced=plan.forced,
             flags=plan.flags,
             special_text=plan.special_text,
+            difference=plan.difference,
         )
         self.graph.add(node)
         prompt = self.graph.open_prompt(node).tolist()

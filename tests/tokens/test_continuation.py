@@ -309,7 +309,7 @@ def test_sub_agents_by_header() -> None:
         third = talk.ask(second.answered("It is here."), DONE, hints=mine)
         assert [n.parent for n in talk.nodes] == [None, None, first.node, sub.node, None, second.node]
         assert talk.roles == [MAIN, SUBAGENT, MAIN, SUBAGENT, SUBAGENT, MAIN]
-        assert same.node.reason is ForkReason.UNMATCHED
+        assert same.node.reason is ForkReason.SUBAGENT
         assert talk.chains == 3
         assert found.node.root is sub.node
         assert third.node.root is first.node

@@ -77,14 +77,19 @@ def test_what_went_on_was_delivered() -> None:
 
 
 def test_a_call_without_tools_over_the_same_history() -> None:
-    """A summary that nothing was compacted into is aside; one that the next root starts from is not."""
+    """The last one is main's answer; one that main goes on without is aside; one that the next root starts from is a summary."""
     one = talk()
     first = one.ask([system(), user(TASK)], LOOK)
     second = one.ask([*first.answered("x"), user("Memorise.")], "Memo.", tools=())
     assert second.node.reason is ForkReason.TOOLS_CHANGED
-    assert one.roles == [MAIN, SIDE]
-    one.ask([system(), user("Memo.")], "Done.")
-    assert one.roles == [MAIN, COMPACTION, COMPACTION]
+    assert one.roles == [MAIN, MAIN]
+    one.ask(first.answered("x"), "Done.")
+    assert one.roles == [MAIN, SIDE, MAIN]
+    two = talk()
+    first = two.ask([system(), user(TASK)], LOOK)
+    two.ask([*first.answered("x"), user("Memorise.")], "Memo.", tools=())
+    two.ask([system(), user("Memo.")], "Done.")
+    assert two.roles == [MAIN, COMPACTION, COMPACTION]
 
 
 def test_headers_take_precedence() -> None:
@@ -110,8 +115,10 @@ def test_a_sub_agent_that_goes_on_from_its_parents_history() -> None:
     assert [t.role for t in one.trajectory().traces] == [MAIN, SUBAGENT]
 
 
-def test_another_model_is_aside() -> None:
+def test_another_model_name_changes_nothing() -> None:
     one = talk()
-    one.ask([system(), user(TASK)], LOOK)
-    one.ask([system("Commit."), user("Write it.")], "Fix.", model="small")
-    assert one.roles == [MAIN, SIDE]
+    first = one.ask([system(), user(TASK)], LOOK)
+    one.ask([system("You search."), user("Find it.")], "There.", model="small")
+    one.ask(first.answered("x"), "Done.", model="large")
+    assert one.roles == [MAIN, SUBAGENT, MAIN]
+    assert one.trajectory().report.untrained_tokens == {}

@@ -351,6 +351,7 @@ class Session:
             engine=lane.name,
             untrained=None if lane.trained else Untrained.FROZEN,
             images=plan.images,
+            difference=plan.difference,
             meta={
                 "dialect": request.dialect,
                 "temperature": temperature,

@@ -74,6 +74,11 @@ class Turn(Model):
     reason: ForkReason | None = None
     """Why it forked; `None` for a plain continuation and for the first root."""
     role: TurnRole = TurnRole.MAIN
+    role_reason: str = ""
+    """The rule that gave the role."""
+    difference: Json = Field(default_factory=dict)
+    """The first message in which the request differs from the turn it forked from: `turn`, `message` (its place), `role`,
+    and excerpts, `was` and `sent`. Empty for other turns than `history_edited` and `unmatched`."""
     prompt_length: Count
     suffix: Int32Array
     """Prompt tokens after the parent's prompt and sampled tokens, a forced close too; the whole prompt of a root."""
@@ -264,6 +269,12 @@ class FidelityReport(Model):
     """Turns in no row because the engine did not say what the model saw in place of an image."""
     images: Count = 0
     """Images in the rows."""
+    untrained_tokens: dict[str, Count] = Field(default_factory=dict)
+    """Sampled tokens of the policy that no row trains, by role or other reason."""
+    main_tokens: Count = 0
+    """Trained tokens of the role `main`."""
+    unmatched: Count = 0
+    """Roots whose origin nothing tells."""
 
     @property
     def row_over_distinct(self) -> float:

@@ -41,6 +41,8 @@ class ForkReason(StrEnum):
     COMPACTION = "compaction"
     TOOLS_CHANGED = "tools_changed"
     SYSTEM_CHANGED = "system_changed"
+    SUBAGENT = "subagent"
+    """A sub-agent under the tools and the system prompt of the turn that called it."""
     SIDE = "side"
     SIBLING = "sibling"
     VANISHED_MESSAGE = "vanished_message"

@@ -19,10 +19,11 @@ from towline.schema import (
     TurnRole,
     Untrained,
 )
-from towline.tokens import builders, roles
+from towline.tokens import builders, notes, roles
 from towline.tokens.builders import is_inline
 from towline.tokens.graph import Graph, Node
 from towline.tokens.plain_difference import MOST_NAMED, plain_difference, stitched_difference
+from towline.tokens.roles import Part
 
 
 def message_json(message: Message) -> dict[str, Any]:
@@ -68,7 +69,8 @@ def assemble(
     **fields: Any,
 ) -> Trajectory:
     """`plain_prompts` gives what a plain server would have rendered for some turns, to measure the difference."""
-    by_node = roles.assign(graph, instruction)
+    parts = roles.assign(graph, instruction)
+    by_node = {node: part.role for node, part in parts.items()}
     nodes = [node for node in graph.nodes if node in by_node]
     traces = builders.build(
         graph, by_node, builder, rollout_id=session_id, group_id=group_id or session_id, trained=trained, ends=ends
@@ -96,20 +98,25 @@ def assemble(
         frozen_turns=sum(node.untrained is Untrained.FROZEN for node in nodes),
         unknown_prompts=sum(node.untrained is Untrained.PROMPT_UNKNOWN for node in nodes),
         images=sum(len(trace.images) for trace in traces),
+        **notes.counts(nodes, by_node, traces),
     )
+    metadata = dict(fields.pop("metadata", {}))
+    if said := notes.about(nodes, by_node, report):
+        metadata["notes"] = [*metadata.get("notes", []), *said]
     return Trajectory(
         session_id=session_id,
         group_id=group_id or session_id,
         context_policy=policy,
         builder=builder,
         trained_roles=list(trained),
-        turns=[turn_of(node, by_node[node]) for node in nodes],
+        turns=[turn_of(node, parts[node]) for node in nodes],
         traces=traces,
         images={image.media.digest: image.media.url for node in nodes for image in node.images if is_inline(image)},
         state=state,
         end_reason=end_reason,
         error=error,
         report=report,
+        metadata=metadata,
         **fields,
     )
 
@@ -123,7 +130,7 @@ def _nothing_trained(nodes: Sequence[Node]) -> str:
     return "no token of a trained role was sampled"
 
 
-def turn_of(node: Node, role: TurnRole) -> Turn:
+def turn_of(node: Node, part: Part) -> Turn:
     meta = node.meta
     return Turn(
         id=node.id,
@@ -133,7 +140,9 @@ def turn_of(node: Node, role: TurnRole) -> Turn:
         origin=node.origin.id if node.origin is not None and node.origin.finish is not None else None,
         origin_inferred=node.origin_inferred,
         reason=node.reason,
-        role=role,
+        role=part.role,
+        role_reason=part.reason,
+        difference=node.difference,
         prompt_length=node.prompt_length,
         suffix=node.suffix,
         sampled=node.sampled,

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from towline.arrays import Ids
 from towline.conversation import Finish, Message, Request
 from towline.images import Placed
 from towline.schema import POLICY, ContextPolicy, ForkReason
-from towline.tokens import finding, fingerprint, media
+from towline.tokens import finding, fingerprint, lineage, media
 from towline.tokens.codec import Codec, Encoded, Frame, Unbridgeable
 from towline.tokens.graph import Graph, Node
 
@@ -28,6 +29,8 @@ _TAIL = 64
 """Prompt ids before a turn that a family's bridge may look at: enough to see whether reasoning was opened."""
 FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE = "forced_close", "spliced_replies", "vanished_kept", "noise_ignored"
 """What a plan says about its turn beside a fork's reason."""
+_DIFFERS = (ForkReason.HISTORY_EDITED, ForkReason.UNMATCHED)
+"""Reasons that are told with the first differing message."""
 _FLAGS = (FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE)
 UNREPORTED = "image_unreported"
 """The flag of a turn in whose prompt the engine puts something for an image that it does not tell."""
@@ -68,6 +71,8 @@ class Plan:
     flags: list[str] = field(default_factory=list)
     images: tuple[Placed, ...] = ()
     """The images in `suffix`, counted from its beginning."""
+    difference: dict[str, Any] = field(default_factory=dict)
+    """The first message in which the request differs from the turn it came from, if it forked."""
 
 
 @dataclass(slots=True)
@@ -129,6 +134,9 @@ class Planner:
         """Decide and make the prompt. Raises `TemplateError` if the template refuses the messages outright."""
         plan = self._decide(graph, request, key, frame, hashes)
         plan.flags += media.not_shown(plan.new, lambda message: self.codec.sees(message, frame))
+        if plan.reason in _DIFFERS:
+            reference = _compared(plan) or lineage.nearest(graph, request.messages)
+            plan.difference = lineage.difference(graph, reference, request.messages) if reference is not None else {}
         return plan
 
     def _unreported(self, messages: Sequence[Message], frame: Frame) -> bool:
@@ -159,9 +167,14 @@ class Planner:
             return _untold(plan, found, twin, messages) if unreported else plan
         if found is not None:
             return self._continue(plan, graph, found, covered, vanished, request, key, frame)
-        plan.origin, plan.reason, plan.inferred = finding.why_new(graph, request, key, hashes, self.engine)
+        self._trace_back(plan, graph, request, key)
         near = finding.named(graph, messages, self.engine) or plan.origin
         return self._compose(plan, graph, near, messages, frame)
+
+    def _trace_back(self, plan: Plan, graph: Graph, request: Request, key: str) -> None:
+        """Say where a request that continues no turn came from."""
+        source = lineage.why_new(graph, request, key, plan.hashes, self.engine)
+        plan.origin, plan.reason, plan.inferred = source.origin, source.reason, source.inferred
 
     def _sibling(self, plan: Plan, twin: Node) -> Plan:
         """The same request once more: the same prompt, token for token.
@@ -203,7 +216,9 @@ class Planner:
             return self._anew(plan, graph, found, messages, frame)
         if covered == len(messages):
             return self._resume_reply(plan, found)
-        later = [node for _, node in self._ours(graph, messages, found, covered) if node.index > found.index]
+        # Replies of another conversation came by a hand-off and back; nothing was edited.
+        ours = self._ours(graph, messages, found, covered)
+        later = [node for _, node in ours if node.index > found.index and node.root is found.root]
         if later:
             plan.reason, plan.origin = ForkReason.HISTORY_EDITED, later[-1]
         elif any(child.delivered or child.finish is None for child in found.children):
@@ -409,17 +424,26 @@ class Planner:
         frame: Frame,
     ) -> Plan:
         if found is None:
-            plan.origin, plan.reason, plan.inferred = finding.why_new(graph, request, key, plan.hashes, self.engine)
+            self._trace_back(plan, graph, request, key)
         else:
             plan.origin, plan.new = found, request.messages[covered:]
             taken = any(node.origin is found and node.reason is None for node in graph.nodes)
             if vanished:
                 plan.reason = ForkReason.VANISHED_MESSAGE
-            elif taken or any(n.index > found.index for _, n in self._ours(graph, request.messages, found, covered)):
-                plan.reason = ForkReason.HISTORY_EDITED
+            else:
+                ours = self._ours(graph, request.messages, found, covered)
+                if taken or any(node.index > found.index and node.root is found.root for _, node in ours):
+                    plan.reason = ForkReason.HISTORY_EDITED
         made = _Ids()
         made.add(self.codec.prompt(graph.native(request.messages), frame, prefill=plan.prefill is not None))
         return _made(plan, made)
+
+
+def _compared(plan: Plan) -> Node | None:
+    """The turn that an edited history is compared with: what went on from the parent before, or what it came from."""
+    if plan.reason is not ForkReason.HISTORY_EDITED or plan.origin is None:
+        return None
+    return plan.origin.children[-1] if plan.origin is plan.parent and plan.origin.children else plan.origin
 
 
 def _untold(plan: Plan, found: Node | None, twin: Node | None, messages: Sequence[Message]) -> Plan:

@@ -1,14 +1,14 @@
-"""Which turn of ours a request speaks of: the match that a continuation stands on, and where everything else came from.
+"""Which turn of ours a request speaks of: the match that a continuation stands on.
 
 The fingerprints decide. Call ids that we minted and reasoning that was sent back only settle twins, which have the same
-fingerprint; headers and lengths only tell why a request that matches nothing is a new root.
+fingerprint. `lineage` tells where a request that matches nothing came from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from towline.conversation import Finish, Message, Request
+from towline.conversation import Finish, Message
 from towline.schema import POLICY, ForkReason
 from towline.tokens import fingerprint
 from towline.tokens.graph import Graph, Node
@@ -129,7 +129,7 @@ def own(graph: Graph, message: Message, near: Node | None, place: int = 0, engin
     named = next((node for node in reversed(nodes) if _has_call(node, ids)), None)
     if named is not None or near is None:
         return named
-    alike = [node for node in nodes if node.root is near.root]
+    alike = [node for node in nodes if node.line is near.line]
     return min(alike, key=lambda node: (abs(node.covered - place), -node.index), default=None)
 
 
@@ -178,47 +178,3 @@ def noisy(found: Node, messages: Sequence[Message]) -> bool:
         place = start - 1
         node = node.parent
     return False
-
-
-def why_new(
-    graph: Graph, request: Request, key: str, hashes: Sequence[bytes], engine: str = POLICY
-) -> tuple[Node | None, ForkReason | None, bool]:
-    """Why a request continues nothing: the turn it came from, the reason, and whether that turn is a guess."""
-    if not graph.nodes:
-        return None, None, False
-    messages, hints = request.messages, request.hints
-    for covered in range(len(messages), 0, -1):
-        others = graph.after_reply.get(hashes[covered])
-        if others:
-            changed = [node for node in others if node.engine == engine]
-            reason = ForkReason.TOOLS_CHANGED if changed else ForkReason.MODEL_CHANGED
-            return (changed or others)[-1], reason, False
-    system = fingerprint.of(messages[0], graph.noise) if messages[0].role == "system" else b""
-    parents = [n for n in graph.nodes if hints.parent_session and n.hints.session == hints.parent_session]
-    same = [n for n in graph.nodes if (n.hints.session, n.hints.agent) == (hints.session, hints.agent)]
-    before = (parents or same or graph.nodes)[-1]
-    if not request.tools and any(node.has_tools for node in graph.nodes):
-        return before, ForkReason.SIDE, True
-    # What follows compares with turns of the same engine: those of another had other tasks, and other tools at times.
-    alike = [node for node in graph.nodes if node.engine == engine]
-    if not alike:
-        return before, ForkReason.MODEL_CHANGED, True
-    same = [node for node in same if node.engine == engine]
-    before = (parents or same or alike)[-1]
-    if all(node.system != system for node in alike):
-        return before, ForkReason.SYSTEM_CHANGED, True
-    if all(node.key != key for node in alike):
-        return before, ForkReason.TOOLS_CHANGED, True
-    if parents or not same:
-        return before, ForkReason.UNMATCHED, not parents
-    # What was compacted spoke under the same system prompt; a title or a commit message in between did not.
-    before = next((node for node in reversed(same) if node.system == system), same[-1])
-    if hints.window and before.hints.window and hints.window != before.hints.window:
-        return before, ForkReason.COMPACTION, False
-    if len(messages) <= before.covered:
-        return before, ForkReason.COMPACTION, True
-    found = (own(graph, message, before, engine=engine) for message in reversed(messages))
-    source = next((node for node in found if node is not None), None)
-    if source is not None:
-        return source, ForkReason.HISTORY_EDITED, False
-    return before, ForkReason.UNMATCHED, True

@@ -98,11 +98,18 @@ class Node:
     """`None` while the turn is in flight."""
     reply: Reply | None = None
     delivered: bool = False
+    difference: dict[str, Any] = field(default_factory=dict)
+    """The first message in which a request that forked differs from the turn it came from."""
+    ruled: str = ""
+    """The role that a setting gives the turn, if one does."""
     children: list[Node] = field(default_factory=list)
+    answered: bool = False
+    """A later request went on from this turn: none of its calls is open any more."""
     buffer: TokenBuffer | None = None
     reply_fingerprint: bytes = b""
     """Fingerprint of `reply_message`, once the turn is finished."""
     _root: Node | None = field(default=None, init=False)
+    _line: Node | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
         return f"<turn {self.id}>"
@@ -130,6 +137,20 @@ class Node:
     def continued(self) -> Node | None:
         """The turn this one continues as a conversation, though its tokens were rendered anew."""
         return self.origin if self.parent is None and self.reason in _SAME_CONVERSATION else None
+
+    @property
+    def line(self) -> Node:
+        """The first turn of the conversations that this one goes on from, other tools and system prompts included."""
+        node = self
+        while node._line is None and (before := node.root.handed_on) is not None:
+            node = before
+        self._line = node._line or node.root
+        return self._line
+
+    @property
+    def handed_on(self) -> Node | None:
+        """The turn whose conversation this root goes on from, under other tools, another system prompt or model."""
+        return self.origin if self.reason in _HANDED_ON and not self.origin_inferred else None
 
     def path(self) -> list[Node]:
         """From the token root to this node."""
@@ -177,6 +198,7 @@ _SAME_CONVERSATION = (
     ForkReason.IMAGE_UNREPORTED,
     None,
 )
+_HANDED_ON = (ForkReason.TOOLS_CHANGED, ForkReason.SYSTEM_CHANGED, ForkReason.MODEL_CHANGED)
 
 
 class Graph:
@@ -191,6 +213,10 @@ class Graph:
         self.after_vanished: dict[bytes, list[Node]] = {}
         self.by_reply: dict[tuple[bytes, str], list[Node]] = {}
         """By fingerprint and engine."""
+        self.by_call: dict[str, Node] = {}
+        """By minted call id in its bare form."""
+        self.engines: dict[str, None] = {}
+        """Those with a finished turn, in order."""
         self._live: list[Node] = []
         self._native: dict[str, str] = {}
         self._nativized: dict[int, tuple[Message, Message]] = {}
@@ -215,6 +241,9 @@ class Graph:
         self.by_request.setdefault((node.request_hash, node.key), []).append(node)
         if node.parent is not None:
             node.parent.children.append(node)
+            node.parent.answered = True
+        if (before := node.handed_on or _goes_on_from(node)) is not None:
+            before.answered = True
 
     def open_prompt(self, node: Node) -> Ids:
         """The node's prompt as one array, extending its parent's buffer where nobody else has yet.
@@ -246,6 +275,8 @@ class Graph:
             return
         reply = node.reply_fingerprint = fingerprint.of(node.reply_message(), self.noise)
         self.by_reply.setdefault((reply, node.engine), []).append(node)
+        self.engines[node.engine] = None
+        self.by_call.update({bare_id(call.id): node for call in node.reply.tool_calls})
         self._native.update({bare_id(id): own for id, own in node.meta.get("native_ids", {}).items()})
         after = fingerprint.roll(node.reply_base or node.request_hash, reply)
         self.after_reply.setdefault(after, []).append(node)
@@ -273,6 +304,12 @@ class Graph:
             return message if calls == message.tool_calls else replace(message, tool_calls=calls)
         own = self._native.get(bare_id(message.tool_call_id), message.tool_call_id)
         return message if own == message.tool_call_id else replace(message, tool_call_id=own)
+
+
+def _goes_on_from(node: Node) -> Node | None:
+    """The turn beside its parent that a request of the same conversation goes on from."""
+    alike = node.reason in _SAME_CONVERSATION and node.reason is not ForkReason.SIBLING
+    return node.origin if alike and not node.origin_inferred else None
 
 
 def check_seam(parent: Node, tokens: Ids) -> None:

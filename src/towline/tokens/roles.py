@@ -1,90 +1,246 @@
-"""Which part each conversation of a session plays.
+"""Which part each turn plays in its session, and why.
 
-Roles are relative to the session as a whole and are settled when it is built: `main` is the root that carries the task's
-instruction, else the one with most sampled tokens. Headers that a harness sends take precedence over shape. A turn that
-was never delivered, and that nothing continues, is `discarded` whatever its conversation. What a frozen engine was asked
-is `side`, or a sub-agent or a compaction by its headers and lineage.
+Roles are settled when the session is built, in this order: what a setting or a header says; `main`, the conversation that
+carries the task's instruction, and whatever continues it; `compaction`; `subagent`; `side`. A turn that was never
+delivered, and that no request goes on from, is `discarded` whatever its conversation. docs/roles.md has the rules with a
+picture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
+from towline.conversation import Message
 from towline.schema import ForkReason, TurnRole, Untrained
+from towline.tokens import fingerprint
 from towline.tokens.graph import Graph, Node
+from towline.tokens.lineage import QUOTED
 
 _GOES_ON = (None, ForkReason.IMAGE_UNREPORTED)
 """Reasons of turns that simply go on, though their prompts are made anew."""
+_SUMMARISED = "its reply is the summary that another conversation starts from"
+_CHANGED = {
+    ForkReason.TOOLS_CHANGED: "other tools",
+    ForkReason.SYSTEM_CHANGED: "another system prompt",
+    ForkReason.MODEL_CHANGED: "a model of another engine",
+}
 
 
-def assign(graph: Graph, instruction: str = "", *, also: Collection[Node] = ()) -> dict[Node, TurnRole]:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The role of a turn and the rule that gave it."""
+
+    role: TurnRole
+    reason: str
+
+
+def assign(graph: Graph, instruction: str = "", *, also: Collection[Node] = ()) -> dict[Node, Part]:
     """A role for every finished turn. Those in `also` get the role that they had if they were delivered."""
     trees: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         if node.finish is not None:
             trees.setdefault(node.root, []).append(node)
-    if not trees:
-        return {}
-    # What was rendered anew has no parent, but it went on all the same.
-    went_on = {n.parent or n.origin for n in graph.nodes if n.parent is not None or n.reason in _GOES_ON}
-    seen = {node for nodes in trees.values() for node in nodes if node.delivered or node in went_on or node in also}
-    candidates = {root: nodes for root, nodes in trees.items() if not seen.isdisjoint(nodes)} or trees
-    # What another engine was asked is never what the session is about, unless nothing else was.
-    main = _main({root: nodes for root, nodes in candidates.items() if not _frozen(root)} or candidates, instruction)
-    compacted = {n.origin.root for n in graph.nodes if n.reason is ForkReason.COMPACTION and n.origin is not None}
-    by_root: dict[Node, TurnRole] = {}
-    for root in trees:
-        by_root[root] = TurnRole.MAIN if root is main else _role(root, main, by_root, root in compacted)
-    return {
-        node: _in_tree(node, main, by_root[root]) if node in seen else TurnRole.DISCARDED
-        for root, nodes in trees.items()
-        for node in nodes
-    }
+    return _Cast(graph, trees, instruction.strip(), also).parts() if trees else {}
+
+
+class _Cast:
+    """The conversations of one session. A tree is known by its first turn, its root."""
+
+    def __init__(self, graph: Graph, trees: dict[Node, list[Node]], instruction: str, also: Collection[Node]):
+        self.noise = graph.noise
+        self.trees = trees
+        self.instruction = instruction
+        # What was rendered anew has no parent, but it went on all the same.
+        went_on = {n.parent or n.origin for n in graph.nodes if n.parent is not None or n.reason in _GOES_ON}
+        went_on |= {n.handed_on for n in graph.nodes} | set(also)
+        self.seen = {node for nodes in trees.values() for node in nodes if node.delivered or node in went_on}
+        self.summarised = {n.origin.root for n in graph.nodes if n.reason is ForkReason.COMPACTION and n.origin}
+        self.main, self.why_main = self._choose()
+        self.known: dict[Node, Part] = {self.main: Part(TurnRole.MAIN, self.why_main)}
+
+    def parts(self) -> dict[Node, Part]:
+        for root in self.trees:
+            if root not in self.known:
+                self.known[root] = self._of_tree(root)
+        return {node: self._of_turn(node, root) for root, nodes in self.trees.items() for node in nodes}
+
+    # The main conversation
+
+    def _choose(self) -> tuple[Node, str]:
+        roots = [root for root in self.trees if not self.seen.isdisjoint(self.trees[root])] or list(self.trees)
+        said = [root for root in roots if root.ruled == TurnRole.MAIN]
+        if said:
+            return said[0], "setting roles"
+        # What another engine was asked is never what the session is about, unless nothing else was.
+        roots = [root for root in roots if not _frozen(root)] or roots
+        roots = [root for root in roots if not root.ruled] or roots
+        carriers = [root for root in roots if self._carries(root, "user")]
+        carriers = carriers or [root for root in roots if self._carries(root, "system")]
+        if carriers:
+            # A title call quotes the instruction, and a sub-agent may be handed it.
+            return min(carriers, key=self._unlikely), "carries the instruction"
+        most = max(roots, key=lambda root: (root.has_tools, self._sampled(root)))
+        return most, "sampled most; no conversation carries the instruction"
+
+    def _carries(self, root: Node, role: str) -> bool:
+        return bool(self.instruction) and any(m.role == role and self.instruction in m.text for m in root.new)
+
+    def _unlikely(self, root: Node) -> tuple[bool, bool, bool]:
+        """Sorts those that carry the instruction; the first of the same kind comes first."""
+        line = self._line(root)
+        turns = sum(len(self.trees[other]) for other in line)
+        return bool(root.hints.parent_session), not any(other.has_tools for other in line), turns == 1
+
+    def _line(self, root: Node) -> list[Node]:
+        """The conversations that go on from one another, this one included."""
+        return [other for other in self.trees if other.line is root.line]
+
+    def _sampled(self, root: Node) -> int:
+        return sum(len(node.sampled) for other in self._line(root) for node in self.trees[other])
+
+    # The others
+
+    def _of_tree(self, root: Node) -> Part:
+        if _told_by_header(root, self.main):
+            return Part(TurnRole.SUBAGENT, "header names another agent or a parent session")
+        before = root.handed_on
+        if before is not None:
+            return self._handed_on(root, before)
+        if root.reason is ForkReason.COMPACTION and root.origin is not None:
+            of = self._known(root.origin)
+            if of is TurnRole.SUBAGENT:
+                return Part(of, f"continues the sub-agent of #{root.origin.index} from a summary")
+            return Part(TurnRole.COMPACTION, f"continues #{root.origin.index} from a summary")
+        if self._again(root):
+            return Part(TurnRole.MAIN, "carries the instruction after main")
+        caller = root.origin if root.origin is not None and _calls(root.origin) else None
+        if caller is not None and root.reason is not ForkReason.SIDE:
+            return Part(TurnRole.SUBAGENT, f"began while a tool call of #{caller.index} was open")
+        if _frozen(root):
+            return Part(TurnRole.SIDE, "asked another engine about something else than main")
+        if self.main.has_tools and not root.has_tools:
+            return Part(TurnRole.SIDE, "no tools, beside a main with tools")
+        return Part(TurnRole.SUBAGENT, "another conversation than main")
+
+    def _known(self, node: Node) -> TurnRole:
+        """The role of an earlier conversation."""
+        root = node.root
+        if root not in self.known:
+            self.known[root] = self._of_tree(root) if root in self.trees else Part(TurnRole.MAIN, "")
+        return self.known[root].role
+
+    def _handed_on(self, root: Node, before: Node) -> Part:
+        """The part of a conversation whose history is that of another one, under other tools or another system prompt."""
+        how = _CHANGED[root.reason] if root.reason is not None and root.reason in _CHANGED else "another way"
+        tools = before.root.has_tools or self.main.has_tools
+        if root in self.summarised and not root.has_tools:
+            return Part(TurnRole.COMPACTION, _SUMMARISED)
+        if self._beside(root, before):
+            if tools and not root.has_tools:
+                return Part(TurnRole.SIDE, f"no tools over the history of #{before.index}, which goes on without it")
+            return Part(TurnRole.SUBAGENT, f"over the history of #{before.index}, which goes on without it")
+        answered = not _calls(before) and root.system != before.system
+        if tools and not root.has_tools and answered:
+            return Part(TurnRole.SIDE, f"no tools and another system prompt after the answer of #{before.index}")
+        return Part(self._known(before), f"continues #{before.index} under {how}")
+
+    def _beside(self, root: Node, before: Node) -> bool:
+        """Whether the conversation that this one left goes on without anything that was said here.
+
+        One that went on before counts where the system prompt is another: that is no way to take something back.
+        """
+        mine = [other for other in self.trees if _descends(other, root)]
+        turns = [node for other in mine for node in self.trees[other]]
+        said = {node.reply_fingerprint for node in turns if node.reply_fingerprint}
+        texts = [t for node in turns if node.reply is not None and len(t := node.reply.text.strip()) >= QUOTED]
+        alike = root.system == before.system
+        for other in self._line(root):
+            if other in mine or (alike and other.system != before.system):
+                continue
+            for node in self.trees[other]:
+                later = node.index > (root if alike else before).index and node in self.seen
+                if not later or _told_by_header(node, self.main) or not _goes_on_from(node, before):
+                    continue
+                if not self._went_back(node, root, said, texts):
+                    return True
+        return False
+
+    def _went_back(self, node: Node, root: Node, said: set[bytes], texts: Sequence[str]) -> bool:
+        """Whether a turn, or one that it goes on from since `root` began, holds one of the replies."""
+        turn: Node | None = node
+        while turn is not None and turn.index > root.index:
+            if any(self._holds(message, said, texts) for message in turn.new):
+                return True
+            turn = turn.parent or turn.continued
+        return False
+
+    def _holds(self, message: Message, said: set[bytes], texts: Sequence[str]) -> bool:
+        """Whether a message is one of the replies, or a user's that quotes one."""
+        if message.role == "assistant":
+            return fingerprint.of(message, self.noise) in said
+        return message.role == "user" and any(text in message.text for text in texts)
+
+    def _again(self, root: Node) -> bool:
+        """Whether the instruction is given once more, to what takes main's place: main has no call open and never goes on."""
+        if not self._carries(root, "user") or root.index < self.main.index or _frozen(root):
+            return False
+        if self.main.has_tools and not root.has_tools:
+            return False
+        if (root.system, root.key) == (self.main.system, self.main.key):
+            return root.reason in (ForkReason.UNMATCHED, None)
+        line = [node for other in self._line(self.main) for node in self.trees[other] if node in self.seen]
+        return bool(line) and line[-1].index < root.index and not _calls(max(line, key=lambda node: node.index))
+
+    # One turn
+
+    def _of_turn(self, node: Node, root: Node) -> Part:
+        part = self.known[root]
+        if node not in self.seen:
+            return Part(TurnRole.DISCARDED, "never delivered, and no request goes on from it")
+        if node.ruled:
+            return Part(TurnRole(node.ruled), "setting roles")
+        if _told_by_header(node, self.main):
+            return Part(TurnRole.SUBAGENT, "header names another agent or a parent session")
+        before = node.parent or node.continued
+        if before is None:
+            return part
+        what = f" ({node.reason})" if node.reason is not None else ""
+        return replace(part, reason=f"continues #{before.index}{what}")
+
+
+def _goes_on_from(node: Node, before: Node) -> bool:
+    """Whether a turn comes after `before` in its conversation, and not beside it."""
+    turn: Node | None = node
+    while turn is not None and turn.index > before.index:
+        edited = turn.origin if turn.reason is ForkReason.HISTORY_EDITED else None
+        sibling = turn.reason is ForkReason.SIBLING
+        turn = edited or turn.parent or (None if sibling else turn.continued or turn.handed_on)
+    return turn is before
+
+
+def _descends(other: Node, root: Node) -> bool:
+    """Whether a conversation goes on from another one, or is that one."""
+    while other is not root:
+        before = other.handed_on
+        if before is None:
+            return False
+        other = before.root
+    return True
 
 
 def _frozen(root: Node) -> bool:
     return root.untrained is Untrained.FROZEN
 
 
-def _main(trees: dict[Node, list[Node]], instruction: str) -> Node:
-    wanted = instruction.strip()
-    if wanted:
-        carriers = [r for r in trees if any(m.role == "user" and wanted in m.text for m in r.new)]
-        # A title call quotes the instruction, and a sub-agent may be handed it.
-        carriers.sort(key=lambda root: (bool(root.hints.parent_session), not root.has_tools))
-        if carriers:
-            return carriers[0]
-    return max(trees, key=lambda root: (root.has_tools, _sampled(trees[root])))
+def _calls(node: Node) -> bool:
+    return node.reply is not None and bool(node.reply.tool_calls)
 
 
-def _sampled(nodes: Sequence[Node]) -> int:
-    return sum(len(node.sampled) for node in nodes)
-
-
-def _in_tree(node: Node, main: Node, role: TurnRole) -> TurnRole:
-    """A sub-agent may go on from its parent's history: its turns say so themselves."""
-    return TurnRole.SUBAGENT if _is_subagent(node, main) else role
-
-
-def _is_subagent(node: Node, main: Node) -> bool:
+def _told_by_header(node: Node, main: Node) -> bool:
     hints, own = node.hints, main.hints
     return bool(hints.agent and hints.agent != own.agent) or bool(
         hints.parent_session and hints.parent_session != own.parent_session
     )
 
 
-def _role(root: Node, main: Node, known: dict[Node, TurnRole], compacted: bool) -> TurnRole:
-    """`compacted` says that a later root is the summary of this one."""
-    if _is_subagent(root, main):
-        return TurnRole.SUBAGENT
-    if root.reason is ForkReason.COMPACTION:
-        return TurnRole.COMPACTION
-    shares_history = root.reason is ForkReason.TOOLS_CHANGED and not root.origin_inferred
-    if shares_history and root.origin is not None:
-        if compacted and not root.has_tools:
-            return TurnRole.COMPACTION
-        if root.has_tools or not main.has_tools:
-            return known.get(root.origin.root, TurnRole.MAIN)
-    if _frozen(root) or (main.has_tools and (not root.has_tools or (root.model and root.model != main.model))):
-        return TurnRole.SIDE
-    return TurnRole.SUBAGENT
