@@ -56,6 +56,39 @@ class SamplingSettings(_Section):
     """Longest turn; a harness may ask for less."""
 
 
+class RoleRule(_Section):
+    """Which role a call has, whatever its shape. Every pattern that is given must match."""
+
+    role: TurnRole
+    model: str | None = None
+    """Glob of the model name."""
+    system: str | None = None
+    """Regular expression found in the system prompt."""
+    tools: str | None = None
+    """Glob that the name of a declared tool matches; empty: the call declares no tools."""
+
+    @model_validator(mode="after")
+    def _is_a_rule(self) -> Self:
+        if self.role is TurnRole.DISCARDED:
+            raise ValueError("discarded turns are those that were never delivered; no rule can name them")
+        if self.model is None and self.system is None and self.tools is None:
+            raise ValueError("give at least one of model, system and tools")
+        return self
+
+    @field_validator("system")
+    @classmethod
+    def _pattern_compiles(cls, pattern: str | None) -> str | None:
+        _compiled(pattern or "")
+        return pattern
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+
+
 class SessionSettings(_Section):
     """What a session is run under; every field may be set when the session is created."""
 
@@ -66,6 +99,9 @@ class SessionSettings(_Section):
     noise: tuple[str, ...] = ()
     """Patterns (regular expressions) of text that changes on every call and means nothing."""
     trained_roles: tuple[TurnRole, ...] = tuple(TRAINED_ROLES)
+    roles: tuple[RoleRule, ...] = ()
+    """Roles by model name, system prompt or tools; the first rule that matches a call decides. `docs/roles.md` has the
+    rules for all other calls."""
     models: dict[str, str] = Field(default_factory=dict)
     """Which engine answers to which model name of the harness: `{"*haiku*": "small"}`. A name stands before a pattern, a
     pattern before those after it; `policy` is the main engine, which answers to every other name and alone is trained."""
@@ -92,10 +128,7 @@ class SessionSettings(_Section):
     @classmethod
     def _patterns_compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+            _compiled(pattern)
         return patterns
 
 

@@ -113,6 +113,8 @@ def header(trajectory: Trajectory) -> Panel:
     grid.add_row(Text("reward", "dim"), _reward(trajectory.reward))
     if trajectory.error:
         grid.add_row(Text("error", "dim"), Text(visible(trajectory.error), "red"))
+    for note in trajectory.metadata.get("notes", []):
+        grid.add_row(Text("note", "dim"), Text(visible(str(note)), "yellow"))
     return Panel(grid, title=Text(f"session {visible(trajectory.session_id)}", "bold"), title_align="left")
 
 
@@ -142,7 +144,9 @@ def fidelity_panel(report: FidelityReport) -> Panel:
         "forks": forks,
         "forced closes": f"{report.forced_closes:,}",
         "row tokens": f"{report.row_tokens:,} ÷ {report.distinct_tokens:,} distinct = {report.row_over_distinct:.2f}",
-        "trained": f"{report.trained_tokens:,}   discarded {report.discarded_tokens:,}",
+        "trained": f"{report.trained_tokens:,}   main {report.main_tokens:,}   discarded {report.discarded_tokens:,}",
+        "not trained": ", ".join(f"{visible(why)} {n:,}" for why, n in sorted(report.untrained_tokens.items()))
+        or "none",
         "plain server": f"{difference} would differ" if report.plain_difference is not None else difference,
         "special text": f"{report.special_text:,}   malformed calls {report.malformed_calls:,}",
     }
@@ -226,6 +230,8 @@ def _turn_label(turn: Turn, numbers: dict[str, int], *, detached: bool) -> Text:
 
     if turn.reason is not None:
         add(f"⑂ {turn.reason}", "not bold red")
+    if turn.role_reason:
+        add(f"[{turn.role_reason}]", "not bold dim")
     if detached and turn.parent is not None:
         add(f"on #{numbers[turn.parent]}", "not bold red")
     if turn.origin is not None and turn.origin != turn.parent:
@@ -253,6 +259,9 @@ def _turn_label(turn: Turn, numbers: dict[str, int], *, detached: bool) -> Text:
         add(f"not trained: {turn.untrained}" + (f" ({turn.engine})" if turn.engine else ""))
     for flag in turn.flags:
         add(flag, "not bold yellow")
+    if turn.difference:
+        was, sent = (str(turn.difference.get(side, "")) for side in ("was", "sent"))
+        add(f"message {turn.difference.get('message')}: {was!r} became {sent!r}", "not bold dim")
     return text
 
 

@@ -58,10 +58,11 @@ class Calls:
         if not open_calls:
             return None
         lost = frozenset(call.node for call in open_calls if call.node is not None)
-        by_node = roles.assign(graph, instruction, also=lost)
+        parts = roles.assign(graph, instruction, also=lost)
         matters = {*TRAINED_ROLES, *trained}
         for call in reversed(open_calls):
-            if call.node is None or by_node.get(call.node, TurnRole.MAIN) in matters:
+            part = parts.get(call.node) if call.node is not None else None
+            if part is None or part.role in matters:
                 return call
         return None
 

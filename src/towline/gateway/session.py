@@ -32,6 +32,7 @@ from towline.gateway.calls import Calls, FailedCall, Identity
 from towline.gateway.journal import Journal
 from towline.gateway.lanes import Lane, Lanes
 from towline.gateway.reading import Reader, Thread
+from towline.gateway.role_rules import ruled
 from towline.gateway.settling import problem_of
 from towline.gateway.waiting import Waiting
 from towline.images import Placeholder
@@ -352,6 +353,7 @@ class Session:
             untrained=None if lane.trained else Untrained.FROZEN,
             images=plan.images,
             difference=plan.difference,
+            ruled=ruled(self.settings.roles, request),
             meta={
                 "dialect": request.dialect,
                 "temperature": temperature,

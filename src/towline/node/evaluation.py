@@ -12,7 +12,8 @@ from towline.node.flight import Flight
 from towline.node.furnish import furnish
 from towline.node.preparing import Prepared
 from towline.sandboxes.base import Sandbox, SandboxError, Spec
-from towline.schema import EndReason, Task, Trajectory, TurnRole
+from towline.schema import EndReason, Task, Trajectory
+from towline.tokens.roles import last_answer
 
 
 class CleanSandboxError(SandboxError):
@@ -115,11 +116,3 @@ def outcome_of_nothing(flight: Flight, trajectory: Trajectory) -> Outcome:
         steps_given=flight.steps_given if flight.task.steps else None,
         judged=tuple(flight.judged),
     )
-
-
-def last_answer(trajectory: Trajectory) -> str:
-    """The last thing said in the main conversation."""
-    for turn in reversed(trajectory.turns):
-        if turn.role is TurnRole.MAIN and turn.reply.get("text"):
-            return str(turn.reply["text"])
-    return ""

@@ -378,7 +378,11 @@ class Node:
             "error": said or built.error,
             "failure": _reason(error) if state is SessionState.FAILED else None,
             "timings": flight.timings,
-            "metadata": {**built.metadata, **self._metadata(flight)},
+            "metadata": {
+                **built.metadata,
+                **self._metadata(flight),
+                "notes": [*built.metadata.get("notes", []), *flight.notes],
+            },
         }
         trajectory = Trajectory.model_validate(built.__dict__ | fields)
         if reward is not None:

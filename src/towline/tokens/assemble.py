@@ -102,7 +102,8 @@ def assemble(
     )
     metadata = dict(fields.pop("metadata", {}))
     if said := notes.about(nodes, by_node, report):
-        metadata["notes"] = [*metadata.get("notes", []), *said]
+        given = metadata.get("notes", [])
+        metadata["notes"] = [*(given if isinstance(given, list) else [given]), *said]
     return Trajectory(
         session_id=session_id,
         group_id=group_id or session_id,

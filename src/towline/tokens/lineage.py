@@ -40,7 +40,7 @@ def why_new(graph: Graph, request: Request, key: str, hashes: Sequence[bytes], e
     """Why a request continues nothing in place, and the turn it came from."""
     if not graph.nodes:
         return Source()
-    messages, hints = request.messages, request.hints
+    messages = request.messages
     for covered in range(len(messages), 0, -1):
         others = graph.after_reply.get(hashes[covered])
         if others:
@@ -338,5 +338,8 @@ def _common(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
 
 def _said(message: Message) -> str:
     """A message as one line of text: its words, then its calls."""
-    calls = (f"{call.name}({fingerprint.canonical(call.arguments).decode('utf-8', 'replace')})" for call in message.tool_calls)
+    calls = (
+        f"{call.name}({fingerprint.canonical(call.arguments).decode('utf-8', 'replace')})"
+        for call in message.tool_calls
+    )
     return "\n".join(filter(None, (message.text.strip(), *calls)))

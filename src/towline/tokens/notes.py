@@ -58,4 +58,6 @@ def _unmatched(node: Node, role: TurnRole) -> str:
     note = f"turn {node.index} ({role}) matches no conversation"
     if not what:
         return note
-    return f"{note}: message {what['message']} differs from turn {what['turn']}: {what['was']!r} became {what['sent']!r}"
+    return (
+        f"{note}: message {what['message']} differs from turn {what['turn']}: {what['was']!r} became {what['sent']!r}"
+    )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from towline.conversation import Message
-from towline.schema import ForkReason, TurnRole, Untrained
+from towline.schema import ForkReason, Trajectory, Turn, TurnRole, Untrained
 from towline.tokens import fingerprint
 from towline.tokens.graph import Graph, Node
 from towline.tokens.lineage import QUOTED
@@ -42,6 +42,21 @@ def assign(graph: Graph, instruction: str = "", *, also: Collection[Node] = ()) 
         if node.finish is not None:
             trees.setdefault(node.root, []).append(node)
     return _Cast(graph, trees, instruction.strip(), also).parts() if trees else {}
+
+
+def last_answer(trajectory: Trajectory) -> str:
+    """The last text of the conversation that continues main, across hand-offs and compactions; summaries are no answers."""
+    by_id = {turn.id: turn for turn in trajectory.turns}
+    line = [turn for turn in trajectory.turns if turn.role in (TurnRole.MAIN, TurnRole.COMPACTION)]
+    summaries = {turn.origin for turn in line if turn.reason is ForkReason.COMPACTION}
+    turn: Turn | None = max(line, key=lambda turn: turn.index, default=None)
+    said = {turn.id for turn in line} - summaries
+    while turn is not None:
+        text = str(turn.reply.get("text") or "")
+        if text.strip() and turn.id in said:
+            return text
+        turn = by_id.get(turn.parent or turn.origin or "")
+    return ""
 
 
 class _Cast:
@@ -242,5 +257,3 @@ def _told_by_header(node: Node, main: Node) -> bool:
     return bool(hints.agent and hints.agent != own.agent) or bool(
         hints.parent_session and hints.parent_session != own.parent_session
     )
-
-
