@@ -301,6 +301,8 @@ class Talk:
             flags=plan.flags,
             special_text=plan.special_text,
             difference=plan.difference,
+            shares=plan.shares,
+            kept=plan.kept,
         )
         self.graph.add(node)
         prompt = self.graph.open_prompt(node).tolist()

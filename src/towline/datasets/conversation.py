@@ -41,11 +41,7 @@ class Spoken:
 
 def path_of(trajectory: Trajectory, trace: Trace) -> list[Turn]:
     """The turns from the root to the row's last."""
-    sampled = trace.turn_ids[trace.turn_ids >= 0]
-    if not sampled.size:
-        return []
-    last = next(turn for turn in trajectory.turns if turn.index == int(sampled[-1]))
-    return trajectory.path(last.id)
+    return [turn for turn, _ in trajectory.row_turns(trace)]
 
 
 def conversation(trajectory: Trajectory, trace: Trace) -> list[Spoken]:
@@ -53,8 +49,8 @@ def conversation(trajectory: Trajectory, trace: Trace) -> list[Spoken]:
     # Where every turn was rendered anew, earlier replies of the row stand among the messages of its last turn.
     stitched = trace.builder is BuilderName.MERGED
     said: list[Spoken] = []
-    for turn in path_of(trajectory, trace):
-        said.extend(Spoken(message, None, stitched and message.get("role") == "assistant") for message in turn.messages)
+    for turn, messages in trajectory.row_turns(trace):
+        said.extend(Spoken(message, None, stitched and message.get("role") == "assistant") for message in messages)
         if turn.reply:
             said.append(Spoken({"role": "assistant", **turn.reply}, turn, turn.index in trained))
     return said

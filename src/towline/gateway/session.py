@@ -354,6 +354,8 @@ class Session:
             images=plan.images,
             difference=plan.difference,
             ruled=ruled(self.settings.roles, request),
+            shares=plan.shares,
+            kept=plan.kept,
             meta={
                 "dialect": request.dialect,
                 "temperature": temperature,

@@ -1,9 +1,10 @@
 """The invariants of a trajectory as plain functions; each raises `ValueError` with the turn or trace at fault.
 
 - The graph: parents come earlier, and a turn's prompt is its parent's prompt, what the parent sampled, and its suffix.
-- Ownership: a turn of a trained role is trained whole in exactly one trace; any other turn, and one that is `untrained`,
-  in none.
-- Exactness: a row of the `exact` builder is, token for token, the path of turns that ends in its last turn.
+- Ownership: a turn of a trained role is trained whole in exactly one trace, without its end if that is `unended`; any
+  other turn, and one that is `untrained`, in none.
+- Exactness: a row of the `exact` builder is, token for token, the path of turns that ends in its last turn. A turn beside
+  that path is trained in it only as far as the row holds that turn's whole prompt and what it sampled.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def check_ownership(
                 raise ValueError(f"trace {trace.trace_id} trains turn {turn.id}, whose role {turn.role} is not trained")
             if index in owner:
                 raise ValueError(f"turn {turn.id} is trained twice, in traces {owner[index]} and {trace.trace_id}")
-            if not mask.all() or not _is_sampled(trace, start, end, turn):
+            length = end - start + turn.unended
+            if not mask.all() or length != len(turn.sampled) or not _is_sampled(trace, start, end, turn):
                 raise ValueError(f"trace {trace.trace_id} does not train turn {turn.id} whole and as it was sampled")
             owner[index] = trace.trace_id
             trained += end - start
@@ -118,9 +120,10 @@ def check_exact(trace: Trace, by_id: Mapping[str, Turn], by_index: Mapping[int, 
     on_path = {turn.index for turn in path}
     for index, start, end in runs(trace.turn_ids):
         if index >= 0 and index not in on_path:
-            if trace.loss_mask[start:end].any():
+            turn = by_index[index]
+            if trace.loss_mask[start:end].any() and not _is_prompted(trace, start, turn, by_id):
                 raise ValueError(f"trace {trace.trace_id} trains turn {index} in a context it was not sampled in")
-            if not np.array_equal(trace.token_ids[start:end], by_index[index].sampled):
+            if not np.array_equal(trace.token_ids[start:end], turn.sampled[: end - start]):
                 raise ValueError(f"trace {trace.trace_id} differs from what turn {index} sampled")
 
 
@@ -148,10 +151,22 @@ def check_traces(traces: Sequence[Trace], session_id: str, group_id: str, builde
             )
 
 
+def prompt_of(turn: Turn, by_id: Mapping[str, Turn]) -> npt.NDArray[np.int32]:
+    """The whole prompt of a turn, as the model saw it."""
+    *before, last = path_to(turn, by_id)
+    return np.concatenate([part for parent in before for part in (parent.suffix, parent.sampled)] + [last.suffix])
+
+
+def _is_prompted(trace: Trace, start: int, turn: Turn, by_id: Mapping[str, Turn]) -> bool:
+    """Whether the row up to `start` is the turn's prompt."""
+    return start == turn.prompt_length and np.array_equal(trace.token_ids[:start], prompt_of(turn, by_id))
+
+
 def _is_sampled(trace: Trace, start: int, end: int, turn: Turn) -> bool:
-    """Whether the stretch holds the turn's ids, logprobs and versions."""
+    """Whether the stretch holds the turn's ids, logprobs and versions, from the first on."""
+    size = end - start
     return (
-        np.array_equal(trace.token_ids[start:end], turn.sampled)
-        and np.array_equal(trace.logprobs[start:end], turn.logprobs)
-        and np.array_equal(trace.policy_versions[start:end], turn.versions)
+        np.array_equal(trace.token_ids[start:end], turn.sampled[:size])
+        and np.array_equal(trace.logprobs[start:end], turn.logprobs[:size])
+        and np.array_equal(trace.policy_versions[start:end], turn.versions[:size])
     )

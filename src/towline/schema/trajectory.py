@@ -79,6 +79,9 @@ class Turn(Model):
     difference: Json = Field(default_factory=dict)
     """The first message in which the request differs from the turn it forked from: `turn`, `message` (its place), `role`,
     and excerpts, `was` and `sent`. Empty for other turns than `history_edited` and `unmatched`."""
+    unended: Count = 0
+    """Sampled tokens at its end that no row trains, its end of turn above all: the harness wrote on behind the reply, and
+    the row that trains the others goes on with that."""
     prompt_length: Count
     suffix: Int32Array
     """Prompt tokens after the parent's prompt and sampled tokens, a forced close too; the whole prompt of a root."""
@@ -123,6 +126,8 @@ class Turn(Model):
                 f"sampled, logprobs and versions have {len(self.sampled)}, {len(self.logprobs)} "
                 f"and {len(self.versions)} entries"
             )
+        if self.unended and self.unended >= len(self.sampled):
+            raise ValueError(f"{self.unended} of {len(self.sampled)} sampled tokens cannot be its end")
         if self.prompt_length < len(self.suffix):
             raise ValueError(f"prompt_length {self.prompt_length} is less than the {len(self.suffix)} suffix tokens")
         checks.check_logprobs(self.logprobs)
@@ -366,8 +371,28 @@ class Trajectory(Model):
 
     def prompt(self, turn_id: str) -> npt.NDArray[np.int32]:
         """The whole prompt of a turn, as the model saw it."""
-        *before, turn = self.path(turn_id)
-        return np.concatenate([part for parent in before for part in (parent.suffix, parent.sampled)] + [turn.suffix])
+        by_id = {turn.id: turn for turn in self.turns}
+        return checks.prompt_of(by_id[turn_id], by_id)
+
+    def row_turns(self, trace: Trace) -> list[tuple[Turn, list[Json]]]:
+        """The turns of a row on the way to its last, in order, each with the messages since the one before it.
+
+        A turn whose reply the harness wrote on behind stands before the turn that goes on from it, though it is not its
+        parent; the message that the harness made of the reply is left out.
+        """
+        by_id = {turn.id: turn for turn in self.turns}
+        by_index = {turn.index: turn for turn in self.turns}
+        sampled = [by_index[index] for index, _, _ in checks.runs(trace.turn_ids) if index >= 0]
+        exact = trace.builder is BuilderName.EXACT
+        found: list[tuple[Turn, list[Json]]] = []
+        turn: Turn | None = sampled[-1] if sampled else None
+        while turn is not None:
+            last = turn
+            shared = [t for t in sampled if exact and t.parent == last.parent and t.index < last.index]
+            before = shared[-1] if shared else None
+            found.append((last, last.messages[len(before.messages) + 1 :] if before else last.messages))
+            turn = before or by_id.get(last.parent or "")
+        return found[::-1]
 
     def with_reward(self, reward: Reward) -> Trajectory:
         """A copy that carries the reward, on every trace too; the arrays are shared."""

@@ -80,6 +80,8 @@ def assemble(
     difference = (
         stitched_difference(traces, nodes) if builder is BuilderName.MERGED else plain_difference(plain_prompts or {})
     )
+    trained_by_turn = notes.trained_tokens(traces)
+    unended = {n: len(n.sampled) - t for n in nodes if 0 < (t := trained_by_turn.get(n.index, 0)) < len(n.sampled)}
     report = FidelityReport(
         conversations=len({node.root for node in nodes}),
         turns=len(nodes),
@@ -98,7 +100,7 @@ def assemble(
         frozen_turns=sum(node.untrained is Untrained.FROZEN for node in nodes),
         unknown_prompts=sum(node.untrained is Untrained.PROMPT_UNKNOWN for node in nodes),
         images=sum(len(trace.images) for trace in traces),
-        **notes.counts(nodes, by_node, traces),
+        **notes.counts(nodes, by_node, trained_by_turn),
     )
     metadata = dict(fields.pop("metadata", {}))
     if said := notes.about(nodes, by_node, report):
@@ -110,7 +112,7 @@ def assemble(
         context_policy=policy,
         builder=builder,
         trained_roles=list(trained),
-        turns=[turn_of(node, parts[node]) for node in nodes],
+        turns=[turn_of(node, parts[node], unended.get(node, 0)) for node in nodes],
         traces=traces,
         images={image.media.digest: image.media.url for node in nodes for image in node.images if is_inline(image)},
         state=state,
@@ -131,7 +133,7 @@ def _nothing_trained(nodes: Sequence[Node]) -> str:
     return "no token of a trained role was sampled"
 
 
-def turn_of(node: Node, part: Part) -> Turn:
+def turn_of(node: Node, part: Part, unended: int = 0) -> Turn:
     meta = node.meta
     return Turn(
         id=node.id,
@@ -144,6 +146,7 @@ def turn_of(node: Node, part: Part) -> Turn:
         role=part.role,
         role_reason=part.reason,
         difference=node.difference,
+        unended=unended,
         prompt_length=node.prompt_length,
         suffix=node.suffix,
         sampled=node.sampled,

@@ -7,7 +7,9 @@
 - `per_turn`: a row a call. The naive baseline.
 
 In all three a turn of a trained role is trained exactly once: it belongs to the earliest leaf that runs through it, and
-in other rows its tokens are context. Turns that are `untrained`, whatever their role, are in no row.
+in other rows its tokens are context. A turn whose reply the harness wrote on behind is trained in the row that goes on
+from it, without its end of turn, which no longer stands there: a row of its own for that one token would hold the whole
+context once more. Turns that are `untrained`, whatever their role, are in no row.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class _Row:
 
     leaf: Node
     tokens: list[Ids] = field(default_factory=list)
-    turns: list[tuple[int, Node]] = field(default_factory=list)
-    """Where each turn's sampled tokens begin."""
+    turns: list[tuple[int, Node, int]] = field(default_factory=list)
+    """Where each turn's sampled tokens begin, and how many of them there are."""
     length: int = 0
     images: list[Placed] = field(default_factory=list)
 
@@ -47,9 +49,10 @@ class _Row:
         self.images += [image.moved(self.length - start) for image in images if image.start >= start]
         self.context(ids)
 
-    def sampled(self, node: Node) -> None:
-        self.turns.append((self.length, node))
-        self.context(node.sampled)
+    def sampled(self, node: Node, kept: int | None = None) -> None:
+        ids = node.sampled[:kept]
+        self.turns.append((self.length, node, len(ids)))
+        self.context(ids)
 
 
 def build(
@@ -70,9 +73,9 @@ def build(
         check_buffer(node)
     alive = [node for node in graph.nodes if _is_trained(node, roles, trained) and len(node.sampled)]
     if builder is BuilderName.EXACT:
-        rows = [_path_row(leaf) for leaf in _leaves(alive, lambda node: node.parent)]
+        rows = [_path_row(leaf) for leaf in _leaves(alive, lambda node: (node.parent, node.shares))]
     elif builder is BuilderName.MERGED:
-        rows = [row for leaf in _leaves(alive, _before) for row in _stitched(leaf, ends)]
+        rows = [row for leaf in _leaves(alive, lambda node: (_before(node),)) for row in _stitched(leaf, ends)]
     else:
         rows = [_turn_row(node) for node in alive]
     return _own(rows, roles, builder, rollout_id, group_id, trained)
@@ -99,16 +102,21 @@ def _before(node: Node) -> Node | None:
     return node.parent or (node.origin if node.reason is None else None)
 
 
-def _leaves(nodes: Sequence[Node], parent: Callable[[Node], Node | None]) -> list[Node]:
-    inner = {id(before) for node in nodes if (before := parent(node)) is not None}
+def _leaves(nodes: Sequence[Node], before: Callable[[Node], tuple[Node | None, ...]]) -> list[Node]:
+    inner = {id(earlier) for node in nodes for earlier in before(node) if earlier is not None}
     return [node for node in nodes if id(node) not in inner]
 
 
 def _path_row(leaf: Node) -> _Row:
+    """The tokens of a path. A turn whose reply was written on behind stands in it as far as it was kept."""
+    path: list[tuple[Node, int | None]] = [(leaf, None)]
+    while (before := path[-1][0].shares or path[-1][0].parent) is not None:
+        path.append((before, path[-1][0].kept if path[-1][0].shares is not None else None))
     row = _Row(leaf)
-    for node in leaf.path():
-        row.prompt(node, node.suffix)
-        row.sampled(node)
+    for node, kept in reversed(path):
+        shared = len(node.shares.suffix) + node.kept if node.shares is not None else 0
+        row.prompt(node, node.suffix[shared:])
+        row.sampled(node, kept)
     return row
 
 
@@ -173,6 +181,7 @@ def _own(
     trained: Collection[TurnRole],
 ) -> list[Trace]:
     owner: dict[Node, str] = {}
+    whole = {node for row in rows for _, node, length in row.turns if length == len(node.sampled)}
     traces: list[Trace] = []
     for row in sorted(rows, key=lambda row: row.leaf.index):
         trace_id = f"{rollout_id}-{len(traces)}"
@@ -182,10 +191,12 @@ def _own(
         versions = np.full(len(token_ids), -1, np.int32)
         turn_ids = np.full(len(token_ids), -1, np.int32)
         fork: Node | None = None
-        for start, node in row.turns:
-            stretch = slice(start, start + len(node.sampled))
-            logprobs[stretch], versions[stretch], turn_ids[stretch] = node.logprobs, node.versions, node.index
-            if node not in owner and _is_trained(node, roles, trained):
+        for start, node, length in row.turns:
+            stretch = slice(start, start + length)
+            logprobs[stretch], versions[stretch] = node.logprobs[:length], node.versions[:length]
+            turn_ids[stretch] = node.index
+            cut = length < len(node.sampled) and node in whole
+            if node not in owner and not cut and _is_trained(node, roles, trained):
                 owner[node] = trace_id
                 mask[stretch] = 1
                 fork = fork or node
@@ -193,7 +204,7 @@ def _own(
             continue
         source = fork.parent or fork.origin
         last = row.leaf
-        temperatures, sampling = of_turns(turn_ids, {node.index: sampling_of(node) for _, node in row.turns})
+        temperatures, sampling = of_turns(turn_ids, {node.index: sampling_of(node) for _, node, _ in row.turns})
         traces.append(
             Trace(
                 trace_id=trace_id,

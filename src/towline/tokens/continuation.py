@@ -21,7 +21,7 @@ from towline.arrays import Ids
 from towline.conversation import Finish, Message, Request
 from towline.images import Placed
 from towline.schema import POLICY, ContextPolicy, ForkReason
-from towline.tokens import finding, fingerprint, lineage, media
+from towline.tokens import appending, finding, fingerprint, lineage, media
 from towline.tokens.codec import Codec, Encoded, Frame, Unbridgeable
 from towline.tokens.graph import Graph, Node
 
@@ -73,6 +73,9 @@ class Plan:
     """The images in `suffix`, counted from its beginning."""
     difference: dict[str, Any] = field(default_factory=dict)
     """The first message in which the request differs from the turn it came from, if it forked."""
+    shares: Node | None = None
+    kept: int = 0
+    """The prompt begins with that of `shares` and so many of its sampled ids."""
 
 
 @dataclass(slots=True)
@@ -165,6 +168,9 @@ class Planner:
         if self.capture is Capture.PLAIN or unreported:
             self._plain(plan, graph, found, covered, vanished, request, key, frame)
             return _untold(plan, found, twin, messages) if unreported else plan
+        written_on = self._written_on(plan, graph, covered, messages, key, frame)
+        if written_on is not None:
+            return written_on
         if found is not None:
             return self._continue(plan, graph, found, covered, vanished, request, key, frame)
         self._trace_back(plan, graph, request, key)
@@ -183,7 +189,7 @@ class Planner:
         """
         plan.parent, plan.suffix, plan.new = twin.parent, twin.suffix, twin.new
         plan.forced, plan.special_text, plan.prefill = twin.forced, twin.special_text, twin.prefill
-        plan.images = twin.images
+        plan.images, plan.shares, plan.kept = twin.images, twin.shares, twin.kept
         plan.flags = [flag for flag in twin.flags if flag in _FLAGS]
         if twin.finish is Finish.ABORT:
             plan.origin, plan.reason, plan.inferred = twin.origin, twin.reason, twin.origin_inferred
@@ -343,6 +349,51 @@ class Planner:
             except Unbridgeable:
                 pass
         return self._compose(plan, graph, origin, messages, frame)
+
+    def _written_on(
+        self, plan: Plan, graph: Graph, start: int, messages: Sequence[Message], key: str, frame: Frame
+    ) -> Plan | None:
+        """A reply that the harness wrote on behind: its ids stay as they were sampled, up to what was added.
+
+        The prompt is that of the turn once more, so no tokens of unchanged messages are made anew.
+        """
+        node, place = lineage.replied_otherwise(graph, messages, key, plan.hashes, max(start, 1) - 1)
+        if node is None or place + 1 >= len(messages) or messages[place + 1].role == "assistant":
+            return None
+        kept, added = appending.appended(node, messages[place], self.codec)
+        if not kept:
+            return None
+        ended = int(node.sampled[-1]) in self.codec.stop_ids
+        said = [*node.sampled[:kept].tolist(), *self.codec.tokenizer.encode(added)]
+        said += [int(node.sampled[-1])] if ended else []
+        head = node.prompt()[-_TAIL:].tolist()
+        try:
+            ids = np.asarray(said, np.int32)
+            made = self._extend(_Ids([*head, *said]), plan, graph, node, ids, place + 1, messages, frame)
+        except Unbridgeable:
+            return None
+        suffix = np.concatenate([node.suffix, np.asarray(made.ids[len(head) :], np.int32)])
+        if not self._shown_alike(graph, node, suffix, messages, frame):
+            return None
+        images = tuple(image.moved(len(node.suffix) - len(head)) for image in made.images)
+        special = made.special_text
+        _made(plan, made)
+        self._instead_of(plan, node, np.empty(0, np.int32))
+        plan.suffix, plan.images, plan.special_text = suffix, (*node.images, *images), node.special_text + special
+        plan.new = [*_asked(node), *messages[place:]]
+        plan.reason, plan.origin = ForkReason.HISTORY_EDITED, node
+        plan.shares, plan.kept = node, kept
+        return plan
+
+    def _shown_alike(self, graph: Graph, node: Node, suffix: Ids, messages: Sequence[Message], frame: Frame) -> bool:
+        """Whether the policy allows a prompt of sampled ids: `retain` does, the others if a plain server shows the same."""
+        if self.policy is ContextPolicy.RETAIN:
+            return True
+        shown = self._thought(messages, self._ours(graph, messages, node))
+        plain = self.codec.prompt(graph.native(shown), frame).ids
+        before = node.parent.tokens().tolist() if node.parent is not None else []
+        decode = self.codec.tokenizer.decode
+        return decode(plain) == decode([*before, *suffix.tolist()])
 
     # What a plain server would show
 

@@ -146,7 +146,8 @@ def replies(graph: Graph, found: Node, covered: int, messages: Sequence[Message]
     while node is not None:
         for index in range(place - 1, -1, -1):
             message = messages[index]
-            if message.role == "assistant" and fingerprint.of(message, graph.noise) == node.reply_fingerprint:
+            ours = (node.reply_fingerprint, node.stopped_fingerprint)
+            if message.role == "assistant" and fingerprint.of(message, graph.noise) in ours:
                 yield index, node
                 place = index
                 break

@@ -102,12 +102,19 @@ class Node:
     """The first message in which a request that forked differs from the turn it came from."""
     ruled: str = ""
     """The role that a setting gives the turn, if one does."""
+    shares: Node | None = None
+    """The turn whose prompt, and whose reply up to where the harness wrote on behind it, this prompt begins with; its
+    parent is this turn's parent too."""
+    kept: int = 0
+    """How many of the sampled ids of `shares` the prompt keeps."""
     children: list[Node] = field(default_factory=list)
     answered: bool = False
     """A later request went on from this turn: none of its calls is open any more."""
     buffer: TokenBuffer | None = None
     reply_fingerprint: bytes = b""
     """Fingerprint of `reply_message`, once the turn is finished."""
+    stopped_fingerprint: bytes = b""
+    """The same with the stop string that ended the turn: some harnesses put it back."""
     _root: Node | None = field(default=None, init=False)
     _line: Node | None = field(default=None, init=False)
 
@@ -282,6 +289,14 @@ class Graph:
         self.after_reply.setdefault(after, []).append(node)
         if node.shortened_hash is not None:
             self.after_vanished.setdefault(fingerprint.roll(node.shortened_hash, reply), []).append(node)
+        if node.reply.stop_string is not None and not node.reply.tool_calls:
+            # The stop string was sampled: a reply with it and one without it are the same turn.
+            said = node.reply_message()
+            said.text += node.reply.stop_string
+            stopped = node.stopped_fingerprint = fingerprint.of(said, self.noise)
+            self.by_reply.setdefault((stopped, node.engine), []).append(node)
+            after = fingerprint.roll(node.reply_base or node.request_hash, stopped)
+            self.after_reply.setdefault(after, []).append(node)
 
     def native(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with the call ids that the model itself sampled, where it did: those are part of its text."""

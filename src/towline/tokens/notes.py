@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from towline.schema import POLICY, FidelityReport, ForkReason, Trace, TurnRole
 from towline.tokens.graph import Node
 
@@ -15,17 +17,27 @@ _NAMED = 5
 """Turns that a note names; it counts the others."""
 
 
-def counts(nodes: Sequence[Node], roles: Mapping[Node, TurnRole], traces: Sequence[Trace]) -> dict[str, Any]:
-    """The fields of a fidelity report about what is trained and what is not."""
+END_OF_TURN = "end_of_turn"
+"""Why the last tokens of a turn are not trained: the harness wrote on behind the reply."""
+
+
+def trained_tokens(traces: Sequence[Trace]) -> dict[int, int]:
+    """How many tokens of each turn, by its index, the rows train."""
     trained: dict[int, int] = {}
     for trace in traces:
-        for index in trace.turn_ids[trace.loss_mask == 1].tolist():
-            trained[index] = trained.get(index, 0) + 1
+        indices, sizes = np.unique(trace.turn_ids[trace.loss_mask == 1], return_counts=True)
+        for index, size in zip(indices.tolist(), sizes.tolist(), strict=True):
+            trained[index] = trained.get(index, 0) + size
+    return trained
+
+
+def counts(nodes: Sequence[Node], roles: Mapping[Node, TurnRole], trained: Mapping[int, int]) -> dict[str, Any]:
+    """The fields of a fidelity report about what is trained, by turn, and what is not."""
     untrained: dict[str, int] = {}
     for node in nodes:
         left = len(node.sampled) - trained.get(node.index, 0)
         if node.engine == POLICY and left > 0:
-            why = str(node.untrained or roles[node])
+            why = END_OF_TURN if trained.get(node.index) else str(node.untrained or roles[node])
             untrained[why] = untrained.get(why, 0) + left
     return {
         "untrained_tokens": untrained,

@@ -68,7 +68,7 @@ class _Cast:
         self.instruction = instruction
         # What was rendered anew has no parent, but it went on all the same.
         went_on = {n.parent or n.origin for n in graph.nodes if n.parent is not None or n.reason in _GOES_ON}
-        went_on |= {n.handed_on for n in graph.nodes} | set(also)
+        went_on |= {before for n in graph.nodes for before in (n.handed_on, n.shares)} | set(also)
         self.seen = {node for nodes in trees.values() for node in nodes if node.delivered or node in went_on}
         self.summarised = {n.origin.root for n in graph.nodes if n.reason is ForkReason.COMPACTION and n.origin}
         self.main, self.why_main = self._choose()
@@ -197,7 +197,7 @@ class _Cast:
         return message.role == "user" and any(text in message.text for text in texts)
 
     def _again(self, root: Node) -> bool:
-        """Whether the instruction is given once more, to what takes main's place: main has no call open and never goes on."""
+        """Whether the instruction is given once more, to what takes the place of a main that never goes on."""
         if not self._carries(root, "user") or root.index < self.main.index or _frozen(root):
             return False
         if self.main.has_tools and not root.has_tools:

@@ -45,6 +45,7 @@ def response_of(row: SplitRow, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def items_of(row: SplitRow) -> list[Item]:
     by_index = {turn.index: turn for turn in row.trajectory.turns}
+    since = {turn.index: messages for turn, messages in row.trajectory.row_turns(row.trace)}
     tokens, trace = row.trace.token_ids, row.trace
     items: list[Item] = []
     for index, start, end in runs(trace.turn_ids):
@@ -52,7 +53,11 @@ def items_of(row: SplitRow) -> list[Item]:
             continue
         turn = by_index[index]
         # What the first call was given is the row's own input.
-        items += [_said(message, turn, number) for number, message in enumerate(turn.messages)] if items else []
+        items += (
+            [_said(message, turn, number) for number, message in enumerate(since.get(index, turn.messages))]
+            if items
+            else []
+        )
         items += _replied(turn)
         if trace.loss_mask[start:end].all():
             items[-1] |= {

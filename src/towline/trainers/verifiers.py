@@ -63,6 +63,7 @@ def _branch(row: SplitRow, first: int) -> list[Node]:
     """One row as a chain of nodes, the first of which will be the trace's `first`."""
     trace = row.trace
     by_index = {turn.index: turn for turn in row.trajectory.turns}
+    since = {turn.index: messages for turn, messages in row.trajectory.row_turns(trace)}
     nodes: list[Node] = []
 
     def add(message: Mapping[str, Any], **fields: Any) -> None:
@@ -73,7 +74,7 @@ def _branch(row: SplitRow, first: int) -> list[Node]:
         if index < 0:
             continue
         turn = by_index[index]
-        for message in turn.messages:
+        for message in since.get(index, turn.messages):
             add(message)
         trained = bool(trace.loss_mask[start:end].all())
         add(
