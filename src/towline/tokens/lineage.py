@@ -69,7 +69,7 @@ def _held_by(graph: Graph, request: Request, key: str, hashes: Sequence[bytes]) 
     node = held(graph, request.messages)
     if node is None:
         node, _ = replied_otherwise(graph, request.messages, key, hashes)
-    return node or _quoted(graph, request)
+    return node or _begins_with(graph, request.messages) or _quoted(graph, request)
 
 
 def _began(graph: Graph, request: Request, key: str, system: bytes, engine: str) -> Source:
@@ -148,6 +148,21 @@ def replied_otherwise(
         if made:
             return max(made, key=lambda node: (node.finish is not None, node.delivered, node.index)), covered
     return None, 0
+
+
+def _begins_with(graph: Graph, messages: Sequence[Message]) -> Node | None:
+    """The turn with the longest request that the messages begin with, whatever the system prompt and the tools."""
+    ours = _without_system(graph, messages)
+    found: tuple[int, Node | None] = (0, None)
+    for node in graph.nodes[-_RECENT:]:
+        theirs = _without_system(graph, request_of(node))
+        if _replied(node) and found[0] <= len(theirs) < len(ours) and theirs and ours[: len(theirs)] == theirs:
+            found = len(theirs), node
+    return found[1]
+
+
+def _without_system(graph: Graph, messages: Sequence[Message]) -> list[bytes]:
+    return [fingerprint.of(message, graph.noise) for message in messages if message.role != "system"]
 
 
 def _quoted(graph: Graph, request: Request) -> Node | None:
