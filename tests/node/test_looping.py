@@ -48,3 +48,34 @@ def test_another_result_another_call_or_a_plain_reply_ends_the_count() -> None:
     assert repetitions(turn(third, ["one"], [])) == 1
     spoken = turn(second, ["one"], [])
     assert repetitions(turn(spoken, [], [])) == 0
+
+
+def sent(*messages: Message, origin: Node | None = None) -> Node:
+    """A turn that is a root: its request holds everything."""
+    node = turn(None, [], [])
+    node.new, node.covered, node.origin = list(messages), len(messages), origin
+    return node
+
+
+def step(number: int, result: str = "same", command: str = "ls") -> tuple[Message, Message]:
+    said = Message("assistant", "", None, (call(number, command=command),))
+    return said, Message("tool", result, tool_call_id=f"id{number}")
+
+
+def test_turns_that_are_all_roots_are_counted_too() -> None:
+    steps = [message for number in range(4) for message in step(number)]
+    assert repetitions(sent(Message("user", "go"), *steps)) == 4
+    assert repetitions(sent(Message("user", "go"), *steps, *step(9, "other"))) == 1
+    assert repetitions(sent(Message("user", "go"), *steps, Message("assistant", "Hm."), Message("user", "?"))) == 0
+    # One message may hold the calls of several turns.
+    merged = Message("assistant", "", None, tuple(call(number, command="ls") for number in range(3)))
+    results = [Message("tool", "same", tool_call_id=f"id{number}") for number in range(3)]
+    assert repetitions(sent(Message("user", "go"), merged, *results)) == 3
+
+
+def test_results_that_were_cleared_later_count_as_they_were() -> None:
+    node = sent(Message("user", "go"), *step(0))
+    for number in range(1, 4):
+        cleared = [message for earlier in range(number) for message in step(earlier, "[cleared]")]
+        node = sent(Message("user", "go"), *cleared, *step(number), origin=node)
+        assert repetitions(node) == number + 1

@@ -277,7 +277,7 @@ class FidelityReport(Model):
     untrained_tokens: dict[str, Count] = Field(default_factory=dict)
     """Sampled tokens of the policy that no row trains, by role or other reason."""
     main_tokens: Count = 0
-    """Trained tokens of the role `main`."""
+    """Trained tokens of main and of the compactions that continue it."""
     unmatched: Count = 0
     """Roots whose origin nothing tells."""
 

@@ -17,6 +17,7 @@ _NAMED = 5
 """Turns that a note names; it counts the others."""
 
 
+_MAIN = (TurnRole.MAIN, TurnRole.COMPACTION)
 END_OF_TURN = "end_of_turn"
 """Why the last tokens of a turn are not trained: the harness wrote on behind the reply."""
 
@@ -41,7 +42,7 @@ def counts(nodes: Sequence[Node], roles: Mapping[Node, TurnRole], trained: Mappi
             untrained[why] = untrained.get(why, 0) + left
     return {
         "untrained_tokens": untrained,
-        "main_tokens": sum(trained.get(node.index, 0) for node in nodes if roles[node] is TurnRole.MAIN),
+        "main_tokens": sum(trained.get(node.index, 0) for node in nodes if roles[node] in _MAIN),
         "unmatched": sum(node.reason is ForkReason.UNMATCHED for node in nodes),
     }
 
