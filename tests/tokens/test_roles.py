@@ -122,3 +122,13 @@ def test_another_model_name_changes_nothing() -> None:
     one.ask(first.answered("x"), "Done.", model="large")
     assert one.roles == [MAIN, SUBAGENT, MAIN]
     assert one.trajectory().report.untrained_tokens == {}
+
+
+def test_later_steps_are_main() -> None:
+    """A harness that cannot resume begins a new conversation with each step of a task."""
+    one = talk()
+    one.instruction = (TASK, "Now write the docs.")  # type: ignore[assignment]
+    one.ask([system(), user(TASK)], LOOK)
+    one.ask([system(), user("Now write the docs.")], "Written.")
+    assert one.roles == [MAIN, MAIN]
+    assert one.trajectory().turns[1].role_reason == "carries the instruction of a later step"

@@ -8,7 +8,7 @@ Refusals that the policy or the harness brought about (a prompt over the context
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from towline.schema import TRAINED_ROLES, TurnRole
@@ -49,7 +49,7 @@ class Calls:
     def fail(self, call: FailedCall) -> None:
         self.failed.append(call)
 
-    def unanswered(self, graph: Graph, instruction: str, trained: Collection[TurnRole]) -> FailedCall | None:
+    def unanswered(self, graph: Graph, instructions: Sequence[str], trained: Collection[TurnRole]) -> FailedCall | None:
         """The last failed call that mattered and that no repetition made good; None if there is none.
 
         A call matters in every role but `side`; in that one too if it is trained.
@@ -58,7 +58,7 @@ class Calls:
         if not open_calls:
             return None
         lost = frozenset(call.node for call in open_calls if call.node is not None)
-        parts = roles.assign(graph, instruction, also=lost)
+        parts = roles.assign(graph, instructions, also=lost)
         matters = {*TRAINED_ROLES, *trained}
         for call in reversed(open_calls):
             part = parts.get(call.node) if call.node is not None else None

@@ -142,8 +142,8 @@ class Gateway:
     # Sessions
 
     async def create(self, fields: dict[str, Any]) -> Opened:
-        """A new session. `fields`: id, group, instruction, metadata, and settings of its own."""
-        unknown = set(fields) - {"id", "group", "instruction", "metadata", "settings"}
+        """A new session. `fields`: id, group, instruction, later_instructions, metadata, and settings of its own."""
+        unknown = set(fields) - {"id", "group", "instruction", "later_instructions", "metadata", "settings"}
         if unknown:
             raise SessionError(422, f"unknown field {sorted(unknown)[0]!r}")
         for name in ("id", "group", "instruction"):
@@ -151,6 +151,9 @@ class Gateway:
                 raise SessionError(422, f"{name} must be a string")
         if fields.get("group") and not _GROUP.fullmatch(fields["group"]):
             raise SessionError(422, "group must be up to 512 characters without control characters")
+        later = fields.get("later_instructions", [])
+        if not isinstance(later, list) or not all(isinstance(text, str) for text in later):
+            raise SessionError(422, "later_instructions must be a list of strings")
         metadata, settings = fields.get("metadata", {}), fields.get("settings", {})
         if not isinstance(metadata, dict) or not isinstance(settings, dict):
             raise SessionError(422, "metadata and settings must be objects")
@@ -181,7 +184,7 @@ class Gateway:
             chosen = chosen.model_copy(update={"capture": "plain", "builder": stitched})
         key = "tl-" + secrets.token_urlsafe(32)
         session = self._make(
-            id, hash_key(key), chosen, fields.get("group", ""), fields.get("instruction", ""), metadata
+            id, hash_key(key), chosen, fields.get("group", ""), fields.get("instruction", ""), metadata, tuple(later)
         )
         try:
             await self.journal.append(records.session_record(session))
@@ -200,6 +203,7 @@ class Gateway:
         group: str,
         instruction: str,
         metadata: dict[str, Any],
+        later_instructions: tuple[str, ...] = (),
         created: float | None = None,
     ) -> Session:
         session = Session(
@@ -211,6 +215,7 @@ class Gateway:
             group,
             instruction,
             metadata,
+            later_instructions,
             time.time() if created is None else created,
         )
         self.sessions[id] = session
@@ -286,7 +291,7 @@ class Gateway:
             group_id=session.group,
             builder=settings.builder,
             policy=settings.policy,
-            instruction=session.instruction,
+            instruction=session.instructions,
             trained=settings.trained_roles,
             ends=self._ends(session),
             state=state,
@@ -357,6 +362,7 @@ class Gateway:
                 fields["group"],
                 fields["instruction"],
                 fields["metadata"],
+                tuple(fields.get("later_instructions", ())),
                 fields["created"],
             )
             return

@@ -36,6 +36,7 @@ def session_record(session: Session) -> bytes:
             "settings": session.settings.model_dump(mode="json"),
             "group": session.group,
             "instruction": session.instruction,
+            "later_instructions": list(session.later_instructions),
             "metadata": session.metadata,
             "created": session.created,
         },

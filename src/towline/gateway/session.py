@@ -74,6 +74,8 @@ class Session:
     group: str = ""
     instruction: str = ""
     metadata: dict[str, Any] = field(default_factory=dict)
+    later_instructions: tuple[str, ...] = ()
+    """Those of the task's further steps."""
     created: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -119,6 +121,11 @@ class Session:
             noise=self.noise,
             engine=lane.name,
         )
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        """What the main conversation is given, step by step."""
+        return (self.instruction, *self.later_instructions)
 
     @property
     def models(self) -> list[str]:
@@ -541,7 +548,7 @@ class Session:
     @property
     def failure(self) -> FailedCall | None:
         """The model call that the infrastructure failed and that nothing made good; None if there is none."""
-        return self.calls.unanswered(self.graph, self.instruction, self.settings.trained_roles)
+        return self.calls.unanswered(self.graph, self.instructions, self.settings.trained_roles)
 
     def hold(self, budget: Budget) -> Callable[[], None]:
         """Hold the budget whenever an engine of this session is on hold; returns how to stop that."""

@@ -106,6 +106,7 @@ class Lifecycle:
                 "group": flight.task.task_id,
                 # What the main conversation begins with.
                 "instruction": flight.task.steps[0].instruction if flight.task.steps else flight.task.instruction,
+                "later_instructions": [step.instruction for step in flight.task.steps[1:]],
                 "metadata": {"attempt": flight.session.attempt, "sample": flight.session.sample},
                 "settings": {**prepared.harness.settings, **flight.task.settings},
             }

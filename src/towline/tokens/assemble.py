@@ -59,7 +59,7 @@ def assemble(
     group_id: str = "",
     builder: BuilderName = BuilderName.EXACT,
     policy: ContextPolicy = ContextPolicy.RETAIN,
-    instruction: str = "",
+    instruction: str | Sequence[str] = "",
     trained: Collection[TurnRole] = TRAINED_ROLES,
     ends: frozenset[int] = frozenset(),
     state: SessionState = SessionState.DONE,

@@ -35,13 +35,16 @@ class Part:
     reason: str
 
 
-def assign(graph: Graph, instruction: str = "", *, also: Collection[Node] = ()) -> dict[Node, Part]:
-    """A role for every finished turn. Those in `also` get the role that they had if they were delivered."""
+def assign(graph: Graph, instruction: str | Sequence[str] = "", *, also: Collection[Node] = ()) -> dict[Node, Part]:
+    """A role for every finished turn. Those in `also` get the role that they had if they were delivered.
+
+    A task of several steps has several instructions, in order.
+    """
     trees: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         if node.finish is not None:
             trees.setdefault(node.root, []).append(node)
-    return _Cast(graph, trees, instruction.strip(), also).parts() if trees else {}
+    return _Cast(graph, trees, instruction, also).parts() if trees else {}
 
 
 def last_answer(trajectory: Trajectory) -> str:
@@ -62,10 +65,17 @@ def last_answer(trajectory: Trajectory) -> str:
 class _Cast:
     """The conversations of one session. A tree is known by its first turn, its root."""
 
-    def __init__(self, graph: Graph, trees: dict[Node, list[Node]], instruction: str, also: Collection[Node]):
+    def __init__(
+        self,
+        graph: Graph,
+        trees: dict[Node, list[Node]],
+        instruction: str | Sequence[str],
+        also: Collection[Node],
+    ):
         self.noise = graph.noise
         self.trees = trees
-        self.instruction = instruction
+        given = (instruction,) if isinstance(instruction, str) else instruction
+        self.instruction, *self.later = [text.strip() for text in given] or [""]
         # What was rendered anew has no parent, but it went on all the same.
         went_on = {n.parent or n.origin for n in graph.nodes if n.parent is not None or n.reason in _GOES_ON}
         went_on |= {before for n in graph.nodes for before in (n.handed_on, n.shares)} | set(also)
@@ -122,6 +132,8 @@ class _Cast:
         before = root.handed_on
         if before is not None:
             return self._handed_on(root, before)
+        if self._later_step(root):
+            return Part(TurnRole.MAIN, "carries the instruction of a later step")
         if root.reason is ForkReason.COMPACTION and root.origin is not None:
             of = self._known(root.origin)
             if of is TurnRole.SUBAGENT:
@@ -195,6 +207,13 @@ class _Cast:
         if message.role == "assistant":
             return fingerprint.of(message, self.noise) in said
         return message.role == "user" and any(text in message.text for text in texts)
+
+    def _later_step(self, root: Node) -> bool:
+        """Whether the instruction of a further step is given to it, under tools if main has any."""
+        if root.index < self.main.index or _frozen(root) or (self.main.has_tools and not root.has_tools):
+            return False
+        said = [message.text for message in root.new if message.role == "user"]
+        return any(later and later in text for later in self.later for text in said)
 
     def _again(self, root: Node) -> bool:
         """Whether the instruction is given once more, to what takes the place of a main that never goes on."""
