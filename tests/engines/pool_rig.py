@@ -102,6 +102,8 @@ class FakeReplica:
     refuses: str = ""
     """Why an update fails, if it does."""
     dies_in_update: bool = False
+    poison: str = ""
+    """A turn of this id has its connection cut at once."""
     told: Load | None = None
     """What it says of its load; by default, what is true of a cache of a hundred turns."""
     updates: list[int] = field(default_factory=list)
@@ -156,6 +158,8 @@ class FakeReplica:
         await self._open.wait()
         self._reach()
         self.seen.append(request)
+        if request.id == self.poison:
+            raise EngineGone(f"{self.name} cut the connection")
         flight, stop = object(), asyncio.Event()
         self.flying[flight], self._ids[flight] = stop, request.id
         label, death = self.version, self._death

@@ -15,7 +15,17 @@ from pool_rig import FakeReplica, Log, ask, audit, simulate
 from prometheus_client import CollectorRegistry, generate_latest
 
 from towline.conversation import Finish, Media
-from towline.engines.base import Capture, Engine, EngineGone, Load, PauseMode, Sample, SampleRequest, Seeing
+from towline.engines.base import (
+    Capture,
+    Engine,
+    EngineGone,
+    Load,
+    PauseMode,
+    Sample,
+    SampleRequest,
+    Seeing,
+    TurnAtFault,
+)
 from towline.engines.pool import Pool
 from towline.errors import EngineError
 from towline.gateway import turns
@@ -169,7 +179,7 @@ async def test_a_turn_whose_last_token_had_arrived_is_whole_without_another_repl
 @virtual
 async def test_a_turn_under_which_replica_after_replica_dies_is_held_to_be_what_kills_them() -> None:
     replicas = [FakeReplica(name) for name in "abcdef"]
-    pool, _ = await started(*replicas, moves=3)
+    pool, _ = await started(*replicas, moves=3, fruitless=3)
     work = go(pool, ask("poison", "c"))
     while not work.done():
         await asyncio.sleep(0.03)
@@ -179,6 +189,20 @@ async def test_a_turn_under_which_replica_after_replica_dies_is_held_to_be_what_
     with pytest.raises(EngineError, match="4 replicas went away under this turn"):
         await work
     assert sum(replica.serving for replica in pool.replicas) == 2
+    await pool.close()
+
+
+@virtual
+async def test_a_turn_that_kills_its_replica_at_once_is_found_out_soon_and_takes_no_other_turn_with_it() -> None:
+    """The others of the replica are cut off with it, again and again, and are not to blame."""
+    a = FakeReplica("a", length=1000, poison="poison")
+    pool, _ = await started(a, moves=99)
+    innocent = go(pool, ask("innocent", "c", max_tokens=800))
+    with pytest.raises(TurnAtFault, match="3 replicas went away under this turn"):
+        await go(pool, ask("poison", "d"))
+    assert not innocent.done()
+    sample = await innocent
+    assert (len(sample.ids), sample.flags) == (800, ("moved",))
     await pool.close()
 
 

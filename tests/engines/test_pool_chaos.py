@@ -45,7 +45,12 @@ class Storm:
             for n in range(rng.randint(2, 4))
         ]
         self.pool = Pool(
-            {r.name: r for r in self.replicas}, limit=rng.randint(1, 8), interval=INTERVAL, deadline=3600, moves=99
+            {r.name: r for r in self.replicas},
+            limit=rng.randint(1, 8),
+            interval=INTERVAL,
+            deadline=3600,
+            moves=99,
+            fruitless=99,
         )
 
     async def run(self) -> None:

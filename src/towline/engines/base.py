@@ -47,6 +47,7 @@ __all__ = [
     "Sample",
     "SampleRequest",
     "Seeing",
+    "TurnAtFault",
     "Watched",
 ]
 
@@ -145,6 +146,10 @@ class EngineGone(EngineError):
         super().__init__(message)
         self.partial = partial
         """What had arrived of the turn, for engines that stream; whoever goes on continues from it."""
+
+
+class TurnAtFault(EngineError):
+    """Replicas went away under this turn again and again: it is held to be what kills them, and no outage excuses it."""
 
 
 class ContextExceeded(EngineError):

@@ -32,6 +32,8 @@ class FailedCall:
     identity: Identity | None
     """`None` if the call failed before it was understood."""
     node: Node | None
+    at_fault: bool = False
+    """The turn itself is held to be what makes the engine fail."""
     at: float = field(default_factory=time.monotonic)
 
 

@@ -23,7 +23,7 @@ from towline.config import SessionSettings
 from towline.conversation import Answer, Finish, Request, Tool, Usage
 from towline.crashpoints import crash_point
 from towline.dialects.base import Call, Dialect, Referring
-from towline.engines.base import ContextExceeded, Sample, SampleRequest
+from towline.engines.base import ContextExceeded, Sample, SampleRequest, TurnAtFault
 from towline.engines.pulse import Pulse
 from towline.errors import ApiError, EngineError, ErrorKind, TowlineError
 from towline.gateway import answers, records, sampling, turns
@@ -455,7 +455,8 @@ class Session:
         self.failures += isinstance(error, EngineError)
         if isinstance(error, (asyncio.CancelledError, ApiError, ContextExceeded)):
             return
-        self.calls.fail(FailedCall(failure_of(error), str(error) or repr(error), node.engine, _identity(node), node))
+        said, at_fault = str(error) or repr(error), isinstance(error, TurnAtFault)
+        self.calls.fail(FailedCall(failure_of(error), said, node.engine, _identity(node), node, at_fault))
 
     def _take(self, node: Node, wanted: SampleRequest, request: Request, sampled: Sample) -> None:
         expanded = any(not image.reported for image in node.images)

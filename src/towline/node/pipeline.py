@@ -262,6 +262,8 @@ class Node:
         if isinstance(error, _HOPELESS):
             return False
         if isinstance(error, TurnFailed):
+            if error.call.at_fault:
+                return False
             component, at = f"engine:{error.call.engine}", error.call.at
         elif isinstance(error, SandboxError) or (isinstance(error, StageTimeout) and flight.gateway_id == ""):
             component, at = self.components.sandbox_of(flight.task).component, time.monotonic()

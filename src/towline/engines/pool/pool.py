@@ -17,7 +17,7 @@ from pathlib import Path
 from prometheus_client import Metric
 
 from towline.conversation import Finish, Media
-from towline.engines.base import Engine, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest, Seeing
+from towline.engines.base import Engine, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest, Seeing, TurnAtFault
 from towline.engines.holds import Gate, Holds
 from towline.engines.pool.combining import combine
 from towline.engines.pool.dispatch import Waiter
@@ -45,13 +45,16 @@ class Pool:
         interval: float = 1.0,
         deadline: float = 300.0,
         moves: int = 8,
+        fruitless: int = 2,
     ):
         """
         `replicas`: engines of one model, by name; without names, by number.
         `limit`: how many turns run on a replica at once to begin with; `most`: to how many that may grow.
         `interval`: seconds between two looks at a replica.
         `deadline`: seconds that a turn waits while no replica serves.
-        `moves`: how many replicas may die under one turn before it is held to be what kills them.
+        `moves`: how many replicas may die under one turn before it is held to be what kills them; `fruitless`: how many in
+        a row without a token in between, counting those whose death this turn was the first to notice: the others of a
+        replica that one turn kills are not to blame.
         """
         named = replicas if isinstance(replicas, Mapping) else {str(n): engine for n, engine in enumerate(replicas)}
         if not named:
@@ -60,7 +63,7 @@ class Pool:
         self._members = Membership(self.replicas, deadline)
         self._dispatcher = self._members.dispatcher
         self._watches = [Watch(self._members, replica, interval) for replica in self.replicas]
-        self._moves = moves
+        self._moves, self._fruitless = moves, fruitless
         self._running = Gate()
         self._started = self._closed = False
 
@@ -136,12 +139,13 @@ class Pool:
             except EngineGone as gone:
                 self._dispatcher.leave(replica)
                 replica.counts.moved += 1
-                if replica.epoch == epoch:
+                first = replica.epoch == epoch
+                if first:
                     self._members.lose(replica, str(gone))
-                if (finished := turn.move(gone.partial)) is not None:
+                if (finished := turn.move(gone.partial, first=first)) is not None:
                     return finished
-                if turn.moves > self._moves:
-                    raise EngineError(f"{turn.moves} replicas went away under this turn; the last: {gone}") from gone
+                if turn.moves > self._moves or turn.fruitless > self._fruitless:
+                    raise TurnAtFault(f"{turn.moves} replicas went away under this turn; the last: {gone}") from gone
                 continue
             except BaseException:
                 self._dispatcher.leave(replica)

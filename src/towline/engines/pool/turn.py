@@ -20,12 +20,17 @@ class MovingTurn:
     request: SampleRequest
     parts: list[Sample] = field(default_factory=list)
     moves: int = 0
+    fruitless: int = 0
+    """Replicas in a row whose death this turn was the first to notice, since it last got a token."""
 
-    def move(self, partial: Sample | None) -> Sample | None:
-        """A replica was lost. Returns the whole turn if what had arrived was all there was to come."""
+    def move(self, partial: Sample | None, *, first: bool) -> Sample | None:
+        """A replica was lost, which this turn was the `first` to notice or not. Returns the whole turn if what had arrived
+        was all there was to come."""
         self.moves += 1
+        self.fruitless += first
         if partial is None or not self._goes_on_from(partial):
             return None
+        self.fruitless = 0
         self.parts.append(partial)
         if int(partial.ids[-1]) in self.request.stop_ids:
             return self._joined(Finish.STOP)
