@@ -139,7 +139,7 @@ class Pool:
             except EngineGone as gone:
                 self._dispatcher.leave(replica)
                 replica.counts.moved += 1
-                first = replica.epoch == epoch
+                first = replica.epoch == epoch and replica.serving
                 if first:
                     self._members.lose(replica, str(gone))
                 if (finished := turn.move(gone.partial, first=first)) is not None:
