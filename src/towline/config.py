@@ -286,6 +286,16 @@ class ServerSettings(_Section):
     open network, modules to import. Admins may."""
 
 
+LogFormat = Literal["text", "json"]
+
+
+class LogSettings(_Section):
+    """The log of `towline serve` and `towline gateway`."""
+
+    format: LogFormat = "text"
+    """`json`: one object per line, with a failed session's id, task, reason and stage as fields."""
+
+
 class Settings(_Section):
     gateway: GatewaySettings = GatewaySettings()
     session: SessionSettings = SessionSettings()
@@ -295,6 +305,7 @@ class Settings(_Section):
     """Further engines by name."""
     node: NodeSettings = NodeSettings()
     server: ServerSettings = ServerSettings()
+    log: LogSettings = LogSettings()
 
     @model_validator(mode="after")
     def _engines_are_known(self) -> Self:

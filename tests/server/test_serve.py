@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,14 +28,12 @@ _PATIENCE = 120
 class Served:
     """A `towline serve` of the test's own."""
 
-    def __init__(self, data: Path, model: Path, crash_at: str = ""):
+    def __init__(self, data: Path, model: Path, **env: str):
         self.log = data.with_suffix(f".{secrets.token_hex(3)}.log")
         command = [sys.executable, "-c", "from towline.cli.serve import app; app()"]
         options = ["--port", "0", "--data", str(data), "--engine", "scripted", "--model", str(model), "--json"]
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, *options], stdout=log, stderr=log, env=os.environ | {"TOWLINE_CRASH_AT": crash_at}
-            )
+            self._process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=os.environ | env)
 
     async def listening(self) -> str:
         """The URL; empty if it died first."""
@@ -60,8 +59,8 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(data: Path, model: Path) -> AsyncIterator[tuple[Served, Caller]]:
-    process = Served(data, model)
+async def served(data: Path, model: Path, **env: str) -> AsyncIterator[tuple[Served, Caller]]:
+    process = Served(data, model, **env)
     try:
         url = await process.listening()
         assert url, process.log.read_text()
@@ -147,6 +146,48 @@ async def test_a_service_from_start_to_stop(model: Path, tmp_path: Path) -> None
         await keyed.until("/v1/tasks/hung", state="running")
         assert await process.ended(signal.SIGTERM) == 0
         assert key not in process.log.read_text()
+
+
+async def test_a_sandbox_that_is_missing_holds_the_queue_until_it_is_there(model: Path, tmp_path: Path) -> None:
+    """`serve` says what is missing; what waits for it is kept; tasks that name what is absent are refused."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    logs = {"TOWLINE_LOG__FORMAT": "json"}
+    async with served(tmp_path / "data", model, PATH=str(programs), DOCKER_HOST="unix:///nowhere", **logs) as (
+        process,
+        caller,
+    ):
+        (said,) = [line for line in process.log.read_text().splitlines() if line.startswith('{"url"')]
+        (problem,) = json.loads(said)["problems"]
+        assert problem.startswith("sandbox:bubblewrap: bubblewrap is not installed: install the package `bubblewrap`")
+        await caller.submit(work("waits", "work", max_attempts=1))
+        health = await caller.call("GET", "/healthz")
+        assert (health.status, health.body["status"], health.body["reasons"]) == (503, "held", [problem])
+        assert (health.body["waiting"], health.body["active"]) == (1, 0)
+        for environment, field, reason in (
+            (
+                {"sandbox": "docker", "root": "debian"},
+                "environment.sandbox",
+                "docker sandboxes do not work on this node",
+            ),
+            ({"sandbox": "bubblewrap"}, "environment.sandbox", "bubblewrap is not installed"),
+            ({"root": str(tmp_path / "none")}, "environment.root", "there is no root file system"),
+            ({"sandbox": "process", "root": "/"}, "environment.root", "have no root of their own"),
+        ):
+            answer = await caller.call("POST", "/v1/tasks", work("wrong", "work", environment=environment))
+            assert (answer.status, answer.body["field"]) == (422, field), answer
+            assert reason in answer.body["error"]
+        bwrap = shutil.which("bwrap")
+        assert bwrap is not None
+        (programs / "bwrap").symlink_to(bwrap)
+        (result,) = await caller.take(1)  # nothing is submitted again
+        assert (result.sessions[0].state.value, result.sessions[0].attempt) == ("done", 1)
+        assert (await caller.call("GET", "/healthz")).body["status"] == "ok"
+        name = result.sessions[0].session_id
+        assert (await caller.call("GET", f"/v1/sessions/{name}/log")).status == 200
+        lines = process.log.read_text().splitlines()
+        assert all(isinstance(json.loads(line), dict) for line in lines)  # the log, too
+        assert sum("the queue is held" in line for line in lines) == 1
 
 
 async def test_a_crash_leaves_no_process_and_loses_no_turn(model: Path, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def test_it_learns_checkpoints_and_goes_on(model: Path, tmp_path: Path) -> None:
     assert again["last"]["sessions_used"] == 16
     steps = [line for line in metrics.read(out) if "mean_reward" in line]
     assert [line["step"] for line in steps] == [1, 2]
+    written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in written if "success" in line] == [0, 1, 2]  # once each, though it resumed at 1
     for line in steps:
         assert line["sessions"] == 8
         assert line["staleness"] == 0.0

@@ -72,6 +72,8 @@ class FakeRunner:
         self.erased: set[str] = set()
         self.closed = False
         self.breakers: list[BreakerStatus] = []
+        self.error = "the fake failed"
+        """What sessions that fail say."""
         self.hold = False
         """Whether sessions that start wait for `release`."""
         self._gate = asyncio.Event()
@@ -179,7 +181,7 @@ class FakeRunner:
         failure: FailureReason | None = None,
         empty: bool = False,
     ) -> FakeOutcome:
-        error = "the fake failed" if state is SessionState.FAILED else "nothing was sampled" if empty else None
+        error = self.error if state is SessionState.FAILED else "nothing was sampled" if empty else None
         session = session.advance(state, at=time.time(), end_reason=end, error=error, failure=failure)
         full = state is SessionState.DONE and not empty
         trajectory = fake_trajectory(session, version=self.version, full=full, error=error)
@@ -289,5 +291,6 @@ def _full(sample: int, version: int) -> Trajectory:
         state=SessionState.DONE,
         end_reason=EndReason.EXITED,
         report=FidelityReport(turns=1, chains=1, trained_tokens=_SAMPLED),
+        timings={"run": 0.0},
     )
     return trajectory.with_reward(Reward(value=float(sample), evaluator="fake"))

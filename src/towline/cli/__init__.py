@@ -29,8 +29,9 @@ app.command()(trace.trace)
 app.add_typer(harness.app, name="harness")
 app.command()(doctor.doctor)
 app.add_typer(serve.app, name="serve")
-for command in (service.submit, service.status, service.tail, service.cancel, service.export):
+for command in (service.submit, service.status, service.sessions, service.log, service.tail, service.cancel):
     app.command()(command)
+app.command()(service.export)
 app.command()(gateway.gateway)
 app.add_typer(proofs.audit_app, name="audit")
 app.add_typer(proofs.bench_app, name="bench")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 from collections.abc import Coroutine
@@ -12,11 +11,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from towline.cli.logs import log as log
+from towline.config import LogFormat
 from towline.schema import ContextPolicy, FailureTally
 
+LogFormatName = Annotated[
+    LogFormat | None,
+    typer.Option("--log-format", help="`text`, or `json` for one object per line. Default `text`."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 ModelFolder = Annotated[
     Path | None,
@@ -106,10 +110,6 @@ def reporting(console: Console, title: str) -> Any:
             progress.update(bar, completed=done, total=total, description=f"{title} {plain(what)}".strip())
 
         yield report
-
-
-def log(console: Console) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
 
 
 def tiny(console: Console, folder: Path | None = None) -> Path:

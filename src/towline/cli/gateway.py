@@ -42,6 +42,7 @@ def gateway(
     max_tokens: common.MaxTokens = None,
     template: Annotated[Path | None, typer.Option(help="Chat template to use instead of the folder's own.")] = None,
     renderer: Annotated[str | None, typer.Option(help="`auto`, `sentinel`, or a family of `renderers`.")] = None,
+    log_format: common.LogFormatName = None,
     config: common.Config = None,
     as_json: common.Json = False,
 ) -> None:
@@ -65,8 +66,9 @@ def gateway(
         model={"folder": model, "template": template, "renderer": renderer},
         engine=engines.given(engine, upstream, upstream_model),
         session=session,
+        log={"format": log_format},
     )
-    common.log(console)
+    common.log(console, settings.log.format)
     made, codec = engines.make_gateway(settings, console, script)
     common.run(_serve(made, codec, settings, console, as_json))
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from towline.cli import common, engines
 from towline.config import Settings
@@ -45,6 +46,7 @@ def serve(
     policy: Annotated[ContextPolicy | None, typer.Option(help="Context policy of the sessions.")] = None,
     temperature: common.Temperature = None,
     max_tokens: common.MaxTokens = None,
+    log_format: common.LogFormatName = None,
     config: common.Config = None,
     as_json: common.Json = False,
 ) -> None:
@@ -64,8 +66,9 @@ def serve(
         engine=engines.given(engine, upstream, upstream_model),
         session=common.session(policy, temperature, max_tokens),
         node={"sandbox": sandbox, "run_workers": concurrency},
+        log={"format": log_format},
     )
-    common.log(console)
+    common.log(console, settings.log.format)
     # The engine computes in a thread of its own beside a busy loop: it is not to wait long for its turn.
     sys.setswitchinterval(0.0005)
     gateway, _ = engines.make_gateway(settings, console, script)
@@ -104,13 +107,18 @@ async def _serve(gateway: Gateway, settings: Settings, console: Console, as_json
         if isinstance(gateway.engine, Pool):
             running.service.metrics.registry.register(gateway.engine)
         keyed = await running.service.keys.exist()
+        problems = running.service.problems
         if as_json:
-            print(json.dumps({"url": running.url, "keys": keyed, "data": str(settings.server.data)}), flush=True)
+            told = {"url": running.url, "keys": keyed, "data": str(settings.server.data), "problems": problems}
+            print(json.dumps(told), flush=True)
         else:
             info = gateway.engine.info
             console.print(f"[bold]Towline[/] · {gateway.model} · {info.name} ({info.capture})")
             console.print(f"  service    {running.url}   (its API: {running.url}/docs)")
             console.print(f"  keys       {'needed' if keyed else 'none: whoever reaches this machine may call'}")
+            for problem in problems:
+                line = Text("  missing    ").append(problem, "bold red").append("; the queue is held until it works")
+                console.print(line, soft_wrap=True)
             waiting = running.service.scheduler.waiting
             if waiting:
                 console.print(f"  waiting    {waiting} sessions from before")

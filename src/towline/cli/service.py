@@ -1,4 +1,4 @@
-"""`towline submit`, `status`, `tail`, `cancel` and `export`: a running service, from the command line."""
+"""`towline submit`, `status`, `sessions`, `log`, `tail`, `cancel` and `export`: a running service, from the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from towline.cli import common, work
 from towline.cli.loading import UNNAMED, load_tasks
 from towline.client import Client
 from towline.errors import ConfigError
-from towline.schema import Policy, Task, TaskState, TaskStatus
+from towline.schema import FailureReason, Policy, SessionState, Task, TaskState, TaskStatus
 from towline.view import visible
 
 _PATIENCE = 10.0
@@ -86,17 +86,62 @@ def status(
             print(json.dumps(_overview(client)))
             return
         if once or not console.is_terminal:
-            console.print(_table(client.policy(), client.nodes(), client.tasks()))
+            console.print(_table(client.health(), client.policy(), client.nodes(), client.tasks()))
             return
         try:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
                     began = time.monotonic()
-                    live.update(_table(client.policy(), client.nodes(), client.tasks()), refresh=True)
+                    shown = _table(client.health(), client.policy(), client.nodes(), client.tasks())
+                    live.update(shown, refresh=True)
                     # A service with very many tasks is not asked for all of them every second.
                     time.sleep(max(1.0, 5 * (time.monotonic() - began)))
         except KeyboardInterrupt:
             return
+
+
+def sessions(
+    state: Annotated[SessionState | None, typer.Option(help="Only sessions in this state.")] = None,
+    reason: Annotated[FailureReason | None, typer.Option(help="Only sessions that failed for this reason.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only sessions of this task.", metavar="TASK_ID")] = None,
+    limit: Annotated[int, typer.Option(help="Most sessions to list, the newest tasks' first.", min=1)] = 50,
+    url: Url = None,
+    key: Key = None,
+    as_json: common.Json = False,
+) -> None:
+    """List the sessions of a service, with why they failed. Every attempt is one."""
+    with Client(url, key, patience=_PATIENCE) as client:
+        found = client.sessions(state, reason, task, limit=limit, newest=True)
+    if as_json:
+        print(json.dumps([one.model_dump(mode="json") for one in found]))
+        return
+    console = common.console(as_json)
+    for one in found:
+        line = Text(f"{one.session_id}  ").append(f"{one.state:9}", "red" if one.failure else "")
+        line.append(f"  task {visible(one.task_id)}  attempt {one.attempt}", "dim")
+        if one.failure:
+            line.append(f"  {one.failure}", "bold").append(f" in {one.stage or 'unknown'}", "dim")
+        if one.error:
+            line.append(f"  {_short(one.error, 200)}")
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def log(
+    session_id: Annotated[str, typer.Argument(help="As `sessions` and `status` show it.")],
+    name: Annotated[str, typer.Option(help="Which log file.")] = "harness.log",
+    tail: Annotated[int | None, typer.Option(help="Only so many lines of its end.", min=1)] = None,
+    url: Url = None,
+    key: Key = None,
+    as_json: common.Json = False,
+) -> None:
+    """Print what the harness of a session printed: the end of it, at most 1 MiB."""
+    with Client(url, key, patience=_PATIENCE) as client:
+        text = client.log(session_id, name, tail)
+    if as_json:
+        print(json.dumps({"session_id": session_id, "name": name, "text": text}))
+    else:
+        # What an agent printed cannot move the cursor.
+        print("\n".join(map(visible, text.splitlines())))
 
 
 class Kind(StrEnum):
@@ -106,6 +151,8 @@ class Kind(StrEnum):
     SESSION = "session"
     RESULT = "result"
     POLICY = "policy"
+    BREAKER = "breaker"
+    """The circuit breaker of an engine or a sandbox runtime opened or closed."""
     MISSED = "missed"
     """Some are gone: more happened since than the service keeps."""
 
@@ -201,6 +248,7 @@ def export(
 def _overview(client: Client) -> dict[str, Any]:
     found = client.tasks()
     return {
+        "health": client.health(),
         "policy": client.policy().model_dump(mode="json"),
         "nodes": client.nodes(),
         "tasks": {state.value: sum(one.state is state for one in found) for state in TaskState},
@@ -220,13 +268,16 @@ def _tasks(client: Client, ids: list[str], console: Console, as_json: bool) -> N
     for one in found:
         console.print(f"[bold]{common.plain(one.task_id)}[/] {one.state}, {one.usable} usable of {one.num_samples}")
         table = Table("session", "sample", "attempt", "state", "ended", "error", box=None, pad_edge=False)
-        for session in one.sessions:
+        for session in one.attempts or one.sessions:
             row = (session.session_id, str(session.sample), str(session.attempt), session.state.value)
-            table.add_row(*map(Text, (*row, str(session.end_reason or ""), visible(session.error or ""))))
+            ended = session.failure or session.end_reason or ""
+            table.add_row(*map(Text, (*row, str(ended), visible(session.error or ""))))
         console.print(table)
 
 
-def _table(policy: Policy, nodes: list[dict[str, Any]], tasks: list[TaskStatus]) -> RenderableType:
+def _table(
+    health: dict[str, Any], policy: Policy, nodes: list[dict[str, Any]], tasks: list[TaskStatus]
+) -> RenderableType:
     states = Counter(one.state for one in tasks)
     asked, finished = sum(one.num_samples for one in tasks), sum(one.finished for one in tasks)
     head = Text().append("policy ", "dim").append(f"version {policy.version}", "bold")
@@ -235,6 +286,9 @@ def _table(policy: Policy, nodes: list[dict[str, Any]], tasks: list[TaskStatus])
         head.append(f"{state} ", "dim").append(f"{states[state]}  ", "bold" if states[state] else "dim")
     head.append("  sessions ", "dim").append(f"{finished} of {asked}", "bold")
     parts: list[RenderableType] = [head]
+    if health.get("status") != "ok":
+        reasons = [str(health["error"])] if health.get("error") else list(map(str, health.get("reasons", [])))
+        parts.append(Text(f"{health.get('status')}: {visible('; '.join(reasons))}".rstrip(": "), "bold red"))
     for node in nodes:
         line = Text().append("node ", "dim").append(str(node.get("name", "")), "bold")
         for name, value in node.items():

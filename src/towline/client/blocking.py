@@ -23,9 +23,11 @@ from towline.schema import (
     Accepted,
     Acked,
     Event,
+    FailureReason,
     Policy,
     Results,
     Session,
+    SessionState,
     Stale,
     Start,
     TaskState,
@@ -115,6 +117,30 @@ class Client:
 
     def session(self, session_id: str) -> Session:
         return self._do(calls.session(session_id))
+
+    def sessions(
+        self,
+        state: SessionState | str | None = None,
+        reason: FailureReason | str | None = None,
+        task: str | None = None,
+        *,
+        limit: int | None = None,
+        newest: bool = False,
+    ) -> list[Session]:
+        """Sessions of all attempts, by state, by why they failed, by task: from the oldest task on, or from the newest."""
+        found: list[Session] = []
+        while limit is None or len(found) < limit:
+            most = calls.SESSIONS_A_PAGE if limit is None else min(calls.SESSIONS_A_PAGE, limit - len(found))
+            after = found[-1].session_id if found else None
+            page = self._do(calls.sessions(state, reason, task, after, most, newest))
+            found += page
+            if len(page) < most:
+                break
+        return found
+
+    def log(self, session_id: str, name: str = "harness.log", tail: int | None = None) -> str:
+        """The end of what a session's harness printed, at most 1 MiB; `tail` lines of it, or another log file."""
+        return self._do(calls.log(session_id, name, tail))
 
     def trajectory(self, session_id: str) -> Trajectory:
         return self._do(calls.trajectory(session_id))

@@ -23,10 +23,12 @@ from towline.schema import (
     Accepted,
     Ack,
     Acked,
+    FailureReason,
     Policy,
     Results,
     SchemaError,
     Session,
+    SessionState,
     Stale,
     Start,
     Task,
@@ -49,6 +51,7 @@ PauseMode = Literal["drain", "abort"]
 TASKS_A_CALL = 64
 SESSIONS_A_CALL = 64
 TASKS_A_PAGE = 1000
+SESSIONS_A_PAGE = 1000
 """What goes into one request; more is several."""
 
 
@@ -120,6 +123,27 @@ def cancel(task_id: str) -> Call[TaskStatus]:
 
 def session(session_id: str) -> Call[Session]:
     return Call("GET", f"/v1/sessions/{_segment(session_id)}", _reads(Session))
+
+
+def sessions(
+    state: SessionState | str | None,
+    reason: FailureReason | str | None,
+    task: str | None,
+    after: str | None,
+    limit: int,
+    newest: bool,
+) -> Call[list[Session]]:
+    """One page; a full one is followed by another."""
+    params = _given(state=state, reason=reason, task=task, after=after, limit=limit, order="newest" if newest else None)
+    return Call("GET", "/v1/sessions", _reads(list[Session]), params=params)
+
+
+def log(session_id: str, name: str, tail: int | None) -> Call[str]:
+    def read(body: bytes) -> str:
+        return body.decode("utf-8", "replace")
+
+    path = f"/v1/sessions/{_segment(session_id)}/log"
+    return Call("GET", path, read, params=_given(name=name, tail=tail), accept="text/plain")
 
 
 def trajectory(session_id: str) -> Call[Trajectory]:

@@ -9,7 +9,7 @@ from towline.conversation import Message, Request
 from towline.engines.base import EngineGone, Probed, Reachable, SampleRequest
 from towline.gateway.lanes import Lane
 from towline.node.runtimes import Runtimes
-from towline.sandboxes.base import DEFAULT_RESOURCES, SandboxError, Spec, execute
+from towline.sandboxes.base import DEFAULT_RESOURCES, NeedsRoot, SandboxError, Spec, execute
 from towline.schema import Network, SandboxKind
 from towline.tokens.codec import Frame
 
@@ -32,8 +32,12 @@ async def probe_engine(lane: Lane) -> None:
 
 
 async def probe_sandbox(runtimes: Runtimes, kind: SandboxKind, settings: NodeSettings) -> None:
-    """Make a sandbox as for a task that asks for nothing, run `true` in it and destroy it."""
+    """Make a sandbox as for a task that asks for nothing, run `true` in it and destroy it; or see that the runtime answers,
+    if it makes none without a root."""
     runtime, _ = await runtimes.get(kind)
+    if isinstance(runtime, NeedsRoot):
+        await runtime.ping()
+        return
     network = Network.GATEWAY if Network.GATEWAY in runtime.facts.networks else Network.OPEN
     spec = Spec(network=network, resources=settings.resources.over(DEFAULT_RESOURCES), seconds=10 * _SECONDS)
     await runtime.prepare(spec)

@@ -83,6 +83,9 @@ class ApptainerRuntime:
             await self.close()
             raise
 
+    async def ping(self) -> None:
+        await self._program.run(["version"])
+
     async def prepare(self, spec: Spec) -> None:
         self._check(spec)
         (await self._roots.lease(spec.root)).release()

@@ -253,6 +253,15 @@ class Runtime(Protocol):
         ...
 
 
+@runtime_checkable
+class NeedsRoot(Protocol):
+    """A runtime that makes no sandbox without a root of its own, and so cannot be tried without a task."""
+
+    async def ping(self) -> None:
+        """Raise `SandboxError` unless the runtime answers."""
+        ...
+
+
 async def execute(
     sandbox: Sandbox,
     command: Sequence[str],

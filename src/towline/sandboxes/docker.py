@@ -87,6 +87,9 @@ class DockerRuntime:
             await self.close()
             raise
 
+    async def ping(self) -> None:
+        await self._engine.json("GET", "/version")
+
     async def prepare(self, spec: Spec) -> None:
         self._check(spec)
         await self.images.ready(spec.root, spec.layers, self._say)

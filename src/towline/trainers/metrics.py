@@ -26,6 +26,11 @@ class Metrics:
         self._file = self.path.open("a", encoding="utf-8")
         self._sinks = sinks
 
+    def measured(self, step: int) -> bool:
+        """Whether success at this step is written, by this run or by one that it resumes."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return any(line.startswith(f'{{"step": {step},') and '"success":' in line for line in lines)
+
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
         self._file.write(json.dumps({"step": step, **figures}) + "\n")
         self._file.flush()

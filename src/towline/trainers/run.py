@@ -60,7 +60,8 @@ class Run:
         steps = trainer.settings.steps
         trainer.doing = self.doing
         trainer.start()
-        self._measure()
+        # A run that resumes measures the weights of its checkpoint again; what it wrote of them stays as it is.
+        self._measure(write=not self.metrics.measured(trainer.learner.version))
         while trainer.learner.version < steps:
             for group in trainer.learner.optimiser.param_groups:
                 group["lr"] = self.rate * share_of_rate(trainer.learner.version, steps)
@@ -71,7 +72,7 @@ class Run:
             if version == steps or version in self.measure_at:
                 self._measure()
 
-    def _measure(self) -> None:
+    def _measure(self, *, write: bool = True) -> None:
         if not self.held_out:
             return
         trainer = self.trainer
@@ -81,7 +82,8 @@ class Run:
         value = mean_reward(self.played)
         found = Measured(version, trainer.sessions, value, len(self.held_out))
         self.measurements.append(found)
-        self.metrics.write(version, {"sessions_used": found.sessions, "success": value})
+        if write:
+            self.metrics.write(version, {"sessions_used": found.sessions, "success": value})
         self.measured(found)
 
     def as_json(self) -> dict[str, Any]:
