@@ -15,6 +15,7 @@ from typing import Any
 
 from towline import rollout
 from towline.config import GatewaySettings, NodeSettings, Settings
+from towline.engines.base import Engine
 from towline.engines.scripted import Script, ScriptedEngine
 from towline.gateway.gateway import Gateway
 from towline.gateway.lanes import Lane
@@ -30,7 +31,7 @@ PROGRAM = Path(__file__).parent / "program"
 class NodeRig:
     node: Node
     gateway: Gateway
-    engine: ScriptedEngine
+    engine: Engine
     out: Path
     changes: list[Session] = field(default_factory=list)
 
@@ -63,24 +64,26 @@ async def running_node(
     script: Script | None = None,
     *,
     sandbox: SandboxKind = SandboxKind.BUBBLEWRAP,
-    engine: ScriptedEngine | None = None,
+    engine: Engine | None = None,
     stall_seconds: float = 120.0,
     backoff: Backoff | None = None,
     others: Mapping[str, Lane] | None = None,
     **settings: Any,
 ) -> AsyncIterator[NodeRig]:
-    engine = engine or ScriptedEngine(codec, script)
+    chosen_engine = engine or ScriptedEngine(codec, script)
     chosen = Settings(
         gateway=GatewaySettings(port=0, control_port=0, data=out, journal="os"),
         node=NodeSettings(sandbox=sandbox, **settings),
     )
-    gateway = Gateway(engine, codec, chosen.gateway, model="scripted", stall_seconds=stall_seconds, others=others or {})
+    gateway = Gateway(
+        chosen_engine, codec, chosen.gateway, model="scripted", stall_seconds=stall_seconds, others=others or {}
+    )
     changes: list[Session] = []
     async with rollout.node_on(gateway, chosen, out, changed=changes.append) as node:
         if backoff is not None:
             for status in node.breakers:
                 node.components.breakers[status.component].backoff = backoff
-        yield NodeRig(node, gateway, engine, out, changes)
+        yield NodeRig(node, gateway, chosen_engine, out, changes)
 
 
 def a_task(behaviour: str = "work", *, program: str = "agent.py", **fields: Any) -> Task:

@@ -15,7 +15,8 @@ import pytest
 from node_rig import NodeRig, a_task, running_node, until
 
 from towline.conversation import Request, ToolCall
-from towline.engines.base import PauseMode
+from towline.engines.base import EngineGone, PauseMode
+from towline.engines.pool import Pool
 from towline.engines.scripted import Say, Script, ScriptedEngine
 from towline.errors import EngineError
 from towline.gateway.lanes import Lane
@@ -312,3 +313,35 @@ async def test_an_engine_that_never_comes_back_ends_the_wait(codec: Codec, tmp_p
         assert finished.session.failure is FailureReason.ENGINE
         assert "engine:policy cannot be used: connection refused" in (finished.session.error or "")
         assert finished.session.attempt == 1
+
+
+class Replica(Outage):
+    """A replica that goes away under the second turn, and then cannot be reached."""
+
+    struck = False
+
+    async def healthy(self) -> bool:
+        return not self.away
+
+    async def sample(self, request: Any) -> Any:
+        if second(request.request, 0) and not self.struck:
+            self.away = self.struck = True
+        if self.away:
+            raise EngineGone("connection reset by peer")
+        return await super().sample(request)
+
+
+async def test_a_pool_without_replicas_holds_its_turns_and_charges_nobody(codec: Codec, tmp_path: Path) -> None:
+    """The pool fails no turn for that: its turns wait, and so do budgets and queue."""
+    replica = Replica(codec, works)
+    pool = Pool({"one": replica}, interval=0.05)
+    async with running_node(codec, tmp_path, engine=pool, backoff=QUICK, stall_seconds=1.0) as rig:
+        async with charged_from(rig, lambda session: rig.node.breakers[0].open):
+            work = asyncio.ensure_future(one(rig, "crash", timeouts={"run": 2.0}))
+        await asyncio.sleep(3.0)
+        assert rig.node.breakers[0].reason.startswith("no replica serves: one: connection reset by peer")
+        assert not work.done()
+        rig.gateway.lanes.policy.holds.hold("test")
+        replica.away = False
+        scored(await work, EndReason.EXITED, 1.0)
+        assert not rig.node.breakers[0].open

@@ -7,13 +7,16 @@ tells is found by asking it:
 - `tokens`: prompt ids, sampled ids and logprobs (vLLM's `return_token_ids`);
 - `logprobs`: logprobs by token text; ids only with the model's own tokenizer at hand;
 - `text`: neither. Such turns carry messages for offline data and no trained token.
+
+Turns are read as streams where the server streams all that it tells otherwise, so that a stall shows. Of any other server
+a turn comes as a whole, and is limited by `timeout` alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +27,11 @@ import orjson
 from towline import exact_json
 from towline.arrays import Ids
 from towline.conversation import Finish, Message, Reply, Request, ToolCall
-from towline.engines.base import Capture, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.base import Capture, ContextExceeded, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.chat_stream import Assembly
 from towline.engines.holds import Gate, Holds
-from towline.engines.validation import check_sample, count, logprob, reading, token_ids
+from towline.engines.refusals import refusal, room_beside
+from towline.engines.validation import BadAnswer, check_sample, count, logprob, reading, token_ids
 from towline.errors import EngineError
 from towline.tokens.tokenizer import Tokenizer
 
@@ -39,6 +44,9 @@ _FINISH = {
     "abort": Finish.ABORT,
 }
 _NONE: Ids = np.empty(0, np.int32)
+_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+_LINE = 2**24
+"""The longest line of a stream, in bytes."""
 _CONTEXT = 1_000_000
 """The server itself refuses what does not fit."""
 
@@ -55,6 +63,8 @@ class ChatServerEngine:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._tokenizer = tokenizer
         self._timeout = aiohttp.ClientTimeout(total=timeout)
+        self._streaming = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
+        self._streams = False
         self._http: aiohttp.ClientSession | None = None
         self._capture = Capture.TEXT
         self._extra: dict[str, Any] = {}
@@ -65,7 +75,8 @@ class ChatServerEngine:
     @property
     def info(self) -> EngineInfo:
         size = self._tokenizer.size if self._tokenizer is not None else 0
-        return EngineInfo("openai", self._capture, _CONTEXT, size, {"url": self._url, "model": self._model})
+        details = {"url": self._url, "model": self._model, "streams": "yes" if self._streams else "no"}
+        return EngineInfo("openai", self._capture, _CONTEXT, size, details)
 
     @property
     def holds(self) -> Holds:
@@ -77,7 +88,9 @@ class ChatServerEngine:
 
     async def start(self) -> None:
         """Ask the server one token and look at what it tells."""
-        self._http = aiohttp.ClientSession(timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._http = aiohttp.ClientSession(
+            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=_LINE
+        )
         probe = {"model": self._model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         wishes: list[dict[str, Any]] = [{"logprobs": True, "return_token_ids": True}, {"logprobs": True}, {}]
         refusal: EngineError | None = None
@@ -90,32 +103,78 @@ class ChatServerEngine:
             self._extra = extra
             with reading(self._url, answer):
                 self._capture = _level(answer)
+            self._streams = await self._streams_all({**probe, **extra})
             return
         raise EngineError(f"{self._url} does not answer chat completions: {refusal}")
 
-    async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        if self._http is None:
-            raise EngineError("the engine was not started")
-        url = f"{self._url}/chat/completions"
+    async def _streams_all(self, probe: Mapping[str, Any]) -> bool:
+        """Whether a stream tells as much of a turn as a whole answer."""
         try:
-            async with self._http.post(url, data=exact_json.dumps(body), headers=self._headers) as response:
-                data = await response.read()
-                if response.status != 200:
-                    raise EngineError(f"{url} answered {response.status}: {data[:300].decode('utf-8', 'replace')}")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"{url}: {error or type(error).__name__}") from error
-        with reading(url, data):
+            answer = await self._streamed(probe, lambda tokens: None)
+        except EngineError:
+            return False
+        with reading(self._url, answer):
+            return _level(answer) is self._capture
+
+    async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        async with self._asked(body, self._timeout) as response:
+            data = await response.read()
+        with reading(self._route, data):
             answer = exact_json.loads(data)
             if not isinstance(answer["choices"][0]["message"], dict):
                 raise TypeError("no chat completion")
             return dict(answer)
+
+    async def _streamed(self, body: Mapping[str, Any], beat: Callable[[int], None]) -> dict[str, Any]:
+        """The whole answer, read as a stream; `beat` is told of tokens as they come."""
+        made = Assembly()
+        async with self._asked({**body, **_STREAM}, self._streaming) as response:
+            if response.content_type != "text/event-stream":
+                raise EngineError(f"{self._route} answered no stream, but {response.content_type}")
+            async for line in response.content:
+                data = line[5:].strip() if line.startswith(b"data:") else b""
+                if data == b"[DONE]":
+                    break
+                if data:
+                    with reading(self._route, data):
+                        event = exact_json.loads(data)
+                        if event.get("error") or event.get("object") == "error":
+                            raise ValueError("it is an error")
+                        beat(made.feed(event))
+        if not made.finished:
+            raise EngineGone(f"{self._route} ended a turn in the middle")
+        return made.answer()
+
+    @property
+    def _route(self) -> str:
+        return f"{self._url}/chat/completions"
+
+    @contextlib.asynccontextmanager
+    async def _asked(
+        self, body: Mapping[str, Any], limit: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer with status 200; any other is an error that quotes it."""
+        if self._http is None:
+            raise EngineError("the engine was not started")
+        data = exact_json.dumps(body)
+        try:
+            async with self._http.post(self._route, data=data, headers=self._headers, timeout=limit) as response:
+                if response.status != 200:
+                    raise refusal(self._route, response.status, await response.read())
+                yield response
+        except TimeoutError as error:
+            raise EngineError(f"{self._route} has not answered in time") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise EngineGone(f"{self._route}: {error or type(error).__name__}") from error
+        except ValueError as error:
+            raise BadAnswer(f"{self._route} sent a line of more than {_LINE} bytes") from error
 
     async def sample(self, request: SampleRequest) -> Sample:
         if request.request is None:
             raise EngineError("a chat server needs messages")
         with request.waiting():
             await self._running.wait()
-        task = asyncio.get_running_loop().create_task(self._post(self._body(request, request.request)))
+        task = asyncio.get_running_loop().create_task(self._answered(request, self._body(request, request.request)))
         self._flying[request.id] = task
         try:
             answer = await asyncio.shield(task)
@@ -130,6 +189,29 @@ class ChatServerEngine:
         with reading(self._url, answer):
             sample = self._read(answer)
         return check_sample(sample, request, self.info.vocabulary)
+
+    async def _answered(self, request: SampleRequest, body: dict[str, Any]) -> dict[str, Any]:
+        """The server's answer. It counts `max_tokens` against a context that it does not tell beforehand: a refusal for that
+        alone is no prompt that is too long, and the turn is asked for again with the room that there is."""
+        try:
+            return await self._ask(request, body)
+        except ContextExceeded as refused:
+            room = room_beside(refused)
+            if room is not None and not 0 < room < request.max_tokens:
+                raise
+            if room is not None:
+                return await self._ask(request, body | {"max_tokens": room})
+            await self._ask(request, body | {"max_tokens": 1})
+            raise EngineError(
+                f"the server refuses max_tokens={request.max_tokens} beside a prompt that fits: lower "
+                f"session.sampling.max_tokens ({refused})"
+            ) from refused
+
+    async def _ask(self, request: SampleRequest, body: Mapping[str, Any]) -> dict[str, Any]:
+        if self._streams:
+            return await self._streamed(body, request.beat)
+        request.blind()
+        return await self._post(body)
 
     def _body(self, request: SampleRequest, asked: Request) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -168,7 +250,9 @@ class ChatServerEngine:
                 raise ValueError(f"it holds {len(prompt)} prompt ids and {len(ids)} sampled ids")
         elif self._capture is Capture.LOGPROBS and self._tokenizer is not None:
             known = [self._tokenizer.id_of_text(token) for token, _ in told]
-            if all(id is not None for id in known):
+            # Tokens that the server kept to itself, but for an end of turn, leave a hole in the row.
+            sampled = count((answer.get("usage") or {}).get("completion_tokens") or 0, "completion_tokens")
+            if all(id is not None for id in known) and len(known) + 1 >= sampled:
                 ids = np.asarray(known, np.int32)
                 flags.append("ids_from_text")
         logprobs = np.asarray([value for _, value in told], np.float32)

@@ -24,13 +24,11 @@ import orjson
 from towline.conversation import Finish
 from towline.engines.base import ContextExceeded, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest
 from towline.engines.holds import Gate, Holds
+from towline.engines.refusals import Refused, refusal
 from towline.engines.validation import BadAnswer, check_sample, quote
 from towline.errors import EngineError
 
 TRUNCATED = "truncated_sampling"
-_LOST = frozenset({502, 503, 504})
-"""Statuses of a server that is going down, or of a proxy that has lost it."""
-_SHOWN = 400
 _FIELDS = (b":", b"event", b"id", b"retry")
 """How the other lines of an event stream begin."""
 _LINE = 2**24
@@ -80,14 +78,6 @@ class Flight:
             stop_string=self.stop_string,
             flags=(TRUNCATED,) if request.top_p < 1.0 or request.top_k > 0 else (),
         )
-
-
-class Refused(EngineError):
-    """The server answered, and not with what was asked for."""
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
 
 
 class RemoteEngine:
@@ -273,7 +263,7 @@ class RemoteEngine:
                 event = decoded(data, f"{self.url}{path}")
                 if error := event.get("error"):
                     code = error.get("code") if isinstance(error, Mapping) else None
-                    raise _refusal(f"{self.url}{path}", code if isinstance(code, int) else 500, data)
+                    raise refusal(f"{self.url}{path}", code if isinstance(code, int) else 500, data)
                 yield event
 
     async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -298,7 +288,7 @@ class RemoteEngine:
         try:
             async with self._client().request(method, url, data=data, headers=headers, timeout=limit) as response:
                 if response.status != 200:
-                    raise _refusal(url, response.status, await response.read())
+                    raise refusal(url, response.status, await response.read())
                 yield response
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineGone(f"{url}: {error or type(error).__name__}") from error
@@ -311,12 +301,6 @@ class RemoteEngine:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._http = aiohttp.ClientSession(connector=connector, headers=self._headers, read_bufsize=_LINE)
         return self._http
-
-
-def _refusal(url: str, status: int, data: bytes) -> EngineError:
-    shown = " ".join(data[:_SHOWN].decode("utf-8", "replace").split())
-    message = f"{url} answered {status}: {shown}"
-    return EngineGone(message) if status in _LOST else Refused(message, status)
 
 
 def decoded(data: bytes, url: str) -> dict[str, Any]:

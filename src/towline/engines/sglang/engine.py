@@ -22,7 +22,8 @@ import numpy as np
 import orjson
 
 from towline.engines.base import Capture, EngineGone, EngineInfo, Ids, Load, PauseMode, SampleRequest
-from towline.engines.remote import Flight, Refused, RemoteEngine, decoded
+from towline.engines.refusals import Refused
+from towline.engines.remote import Flight, RemoteEngine, decoded
 from towline.engines.sglang import wire
 from towline.engines.validation import BadAnswer, logprob, quote, reading, token_id
 from towline.engines.vllm.probing import probe_prompt, vocabulary

@@ -22,7 +22,8 @@ import numpy as np
 
 from towline.conversation import Finish, Media
 from towline.engines.base import Capture, EngineGone, EngineInfo, Ids, Load, PauseMode, SampleRequest
-from towline.engines.remote import Flight, Refused, RemoteEngine, decoded
+from towline.engines.refusals import Refused
+from towline.engines.remote import Flight, RemoteEngine, decoded
 from towline.engines.validation import logprob, reading
 from towline.engines.vllm import media as images
 from towline.engines.vllm import probing, scoring, wire
