@@ -131,11 +131,15 @@ ln -s ../../tests/expected sub/up && mkfifo pipe && ln -s /usr/bin/env env && ec
     assert "pipe" not in listing
 
 
-async def test_what_is_too_large_to_carry_is_not_there(rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_carried_is_not_judged(rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is judged as missing; what is there and too large is not taken for missing."""
     monkeypatch.setattr("towline.evaluators.carrying.carry.__kwdefaults__", {"most": 100_000})
-    made = rig({"kind": "command", "command": "test -e big"})
-    assert (await made.judge("head -c 1000000 /dev/zero >big")).value == 0
+    made = rig({"kind": "command", "command": "test -e out", "carry": ["/work/out"]})
+    assert (await made.judge("mkdir out")).value == 1
+    assert (await made.judge("true")).value == 0
     assert "was not carried" in made.notes[0]
+    with pytest.raises(EvaluationError, match="/work/out cannot be carried"):
+        await made.judge("head -c 1000000 /dev/zero >out")
 
 
 async def test_the_same_in_a_folder_without_isolation(process: Runtime, tmp_path: Path) -> None:

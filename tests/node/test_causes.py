@@ -89,18 +89,15 @@ CASES: dict[str, dict[str, dict[str, Case]]] = {
         "the verifier fails once and gives a score when it is repeated": {
             "python": Case("true", {"kind": "python", "function": "once"}, value=0.5),
         },
-        "a path to carry is missing, too large, or a loop of links: it is left out, with a note": {
-            "loop": Case(
-                "ln -s b a; ln -s a b; ln -s loop loop",
-                command("echo 0.25", reward="number", carry=["/work/a", "/work/loop/x", "/work/none"]),
-                "/work/loop/x was not carried",
+        "a path to carry is not there, or a link in it leads out: it is left out, with a note": {
+            "missing": Case(
+                "ln -s b a; ln -s a b; touch file",
+                command("echo 0.25", reward="number", carry=["/work/a", "/work/file/x", "/work/none"]),
+                "/work/none was not carried",
                 0.25,
             ),
             "name": Case(
                 "ln -s /etc/passwd \"$(printf '\\377\\376')\"", command("echo 0.25", reward="number"), "left out", 0.25
-            ),
-            "large": Case(
-                "truncate -s 300M big", command("test ! -e big && echo 0.25", reward="number"), "was not carried", 0.25
             ),
         },
     },
@@ -189,7 +186,19 @@ CASES: dict[str, dict[str, dict[str, Case]]] = {
                 "echo much >out", {"kind": "python", "function": "number", "carry": ["/work/out"]}, "ValueError"
             ),
         },
-        "what is judged cannot be taken out of the agent's sandbox": {
+        "what is judged cannot be taken out of the agent's sandbox: too large, too deep, a loop of links, a hang": {
+            "large": Case("truncate -s 300M big", command("echo 1", reward="number"), "cannot be carried"),
+            "deep": Case(
+                "python3 -c \"import os\nfor i in range(3000): os.mkdir('d'); os.chdir('d')\"",
+                harbor("echo 1 >/logs/verifier/reward.txt"),
+                "cannot be carried",
+            ),
+            "loop": Case("ln -s loop loop", command("echo 1", reward="number", carry=["/work/loop/x"]), "/work/loop/x"),
+            "file": Case(
+                "head -c 2000000 /dev/zero >answer",
+                {"kind": "answer", "answer": "5", "file": "/work/answer"},
+                "cannot be carried",
+            ),
             "git": Case(
                 STUCK_GIT,
                 patch("true"),
@@ -214,6 +223,14 @@ CASES: dict[str, dict[str, dict[str, Case]]] = {
         "the format of the tests' log is not understood": {
             "patch": Case("echo 1 >out", patch("echo all good", fail_to_pass=["TestAdd"]), "is not understood"),
             "format": Case("true", patch(NAMED, fail_to_pass=["test_a"], log_format="go"), "is not understood"),
+        },
+        "what is judged cannot be carried from the untouched environment either": {
+            "large": Case(
+                "true",
+                command("echo 1", reward="number"),
+                "cannot be carried",
+                fields={"environment": {"setup": ["truncate -s 300M big"]}},
+            ),
         },
         "the verifier is too slow for its budget on the untouched environment too": {
             "command": Case("true", command("sleep 600", seconds=1.0), "within 1 seconds"),

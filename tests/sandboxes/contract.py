@@ -25,6 +25,7 @@ from towline.sandboxes.base import (
     Change,
     ChangeKind,
     Mount,
+    PathMissing,
     Runtime,
     Sandbox,
     SandboxError,
@@ -88,8 +89,9 @@ async def files_go_in_and_come_out(runtime: Runtime, spec: Spec, tmp_path: Path)
         assert Change("/work/answer", ChangeKind.ADDED) in changes
         assert Change("/work/in/question", ChangeKind.ADDED) in changes
         assert [change.path for change in changes] == sorted({change.path for change in changes})
-        with pytest.raises(SandboxError):
-            await sandbox.get("/work/nothing")
+        for missing in ("/work/nothing", "/work/answer/nothing"):
+            with pytest.raises(PathMissing):
+                await sandbox.get(missing)
         with pytest.raises(SandboxError):
             await sandbox.get("/work/deep", most=1_000_000)
     # The next one starts clean.

@@ -3,7 +3,8 @@
 An archive from the agent's sandbox is hostile. Before it is put anywhere it is written anew: devices, pipes and special
 rights are left out, hard links stay within, and so do symbolic links. A link that leads out could show the verifier its own
 expected answer in the place of the agent's; it stays only if it leads to the system's programs and libraries. What was
-left out, and what was not there or too large to carry, is told in the notes; it is then judged as not done.
+left out, and what was not there, is told in the notes; it is then judged as not done. What is there and cannot be carried
+(too large, too deep, a loop of links) is an error: the evaluation would judge something else than what the agent left.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import posixpath
 import tarfile
 from collections.abc import Callable, Iterable
 
-from towline.evaluators.base import Carried
+from towline.evaluators.base import Carried, EvaluationError
 from towline.evaluators.inside import INSIDE, word
 from towline.sandboxes import archives
-from towline.sandboxes.base import Sandbox, SandboxError, execute
+from towline.sandboxes.base import PathMissing, Sandbox, SandboxError, execute
 
 MOST = 256 * 1024 * 1024
 """Bytes of one path that is carried."""
@@ -40,9 +41,11 @@ async def carry(sandbox: Sandbox, paths: Iterable[str], *, most: int = MOST) -> 
         try:
             raw = await sandbox.get(path, most=most)
             taken[path], left_out = await asyncio.to_thread(cleaned, raw, path)
-        except (SandboxError, archives.ArchiveError) as error:
+        except PathMissing as error:
             notes.append(f"{path} was not carried to the evaluation: {error}")
             continue
+        except (SandboxError, archives.ArchiveError) as error:
+            raise EvaluationError(f"{path} cannot be carried to the evaluation: {error}") from error
         if left_out:
             more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
             notes.append(f"left out of {path}: {', '.join(left_out[:_NAMED])}{more}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from towline.node.preparing import Prepared
 from towline.sandboxes.base import Sandbox, SandboxError, Spec
 from towline.schema import EndReason, Task, Trajectory
 from towline.tokens.roles import last_answer
+
+log = logging.getLogger("towline.node")
 
 
 class CleanSandboxError(SandboxError):
@@ -46,7 +49,14 @@ class NodeBench:
         try:
             yield made
         finally:
+            await self._end(made)
+
+    async def _end(self, made: Sandbox) -> None:
+        """Destroy a sandbox; a score that is known by then stays, whatever becomes of its processes."""
+        try:
             await made.destroy()
+        except (TowlineError, OSError) as error:
+            log.error("a sandbox of session %s was not destroyed: %s", self._flight.session.session_id, error)
 
     async def _clean(self, spec: Spec, log: str) -> Sandbox:
         try:
@@ -56,10 +66,10 @@ class NodeBench:
         try:
             await furnish(made, self._prepared.environment, self._flight.logs / log)
         except (TowlineError, OSError) as error:
-            await made.destroy()
+            await self._end(made)
             raise CleanSandboxError(f"a clean sandbox for the evaluation cannot be set up: {error}") from error
         except BaseException:
-            await made.destroy()
+            await self._end(made)
             raise
         return made
 
@@ -90,7 +100,7 @@ class ControlBench(NodeBench):
     async def close(self) -> None:
         made, self._untouched = self._untouched, None
         if made is not None:
-            await made.destroy()
+            await self._end(made)
 
 
 def outcome_of(flight: Flight, trajectory: Trajectory) -> Outcome:

@@ -25,7 +25,7 @@ from towline.evaluators.base import EvaluationError, Evaluator, JudgesSteps
 from towline.node.evaluation import CleanSandboxError, ControlBench, NodeBench, outcome_of, outcome_of_nothing
 from towline.node.flight import Cancelled, Flight
 from towline.node.preparing import Prepared
-from towline.sandboxes.base import Sandbox, SandboxError
+from towline.sandboxes.base import Fate, Fated, Sandbox, SandboxError
 from towline.schema import Reward, RewardStatus, Trajectory
 
 log = logging.getLogger("towline.node")
@@ -65,7 +65,7 @@ class Judging:
         async def collecting() -> None:
             carried = await evaluator.collect(sandbox, flight.task)
             # What cannot be read is left out with a note; of a sandbox that has ended that would be everything.
-            _check_alive(sandbox)
+            await _check_alive(sandbox)
             flight.carried = carried
             flight.notes += carried.notes
 
@@ -212,11 +212,12 @@ async def _quiet(used: Sandbox) -> None:
         await used.kill()
     except (TowlineError, OSError) as error:
         raise SandboxError(f"the agent's sandbox ended before it was judged: {error}") from error
-    _check_alive(used)
+    await _check_alive(used)
 
 
-def _check_alive(used: Sandbox) -> None:
-    if not getattr(used, "alive", True):
+async def _check_alive(used: Sandbox) -> None:
+    fate = await used.fate() if isinstance(used, Fated) else Fate()
+    if fate.ended or not getattr(used, "alive", True):
         raise SandboxError("the agent's sandbox ended before it was judged")
 
 

@@ -45,6 +45,10 @@ class Unsupported(SandboxError):
     """The runtime cannot enforce or do what the spec asks; it says so rather than do less."""
 
 
+class PathMissing(SandboxError):
+    """There is nothing at a path inside."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mount:
     """A folder of the host shown inside."""
@@ -163,7 +167,8 @@ class Sandbox(Protocol):
         ...
 
     async def get(self, path: str, *, most: int = 256 * 1024 * 1024) -> bytes:
-        """A file or folder as a tar whose names start at its own; `SandboxError` if it is not there or larger."""
+        """A file or folder as a tar whose names start at its own; `PathMissing` if it is not there, `SandboxError` if it is
+        larger or cannot be read."""
         ...
 
     async def diff(self) -> list[Change]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from towline.sandboxes import wire
-from towline.sandboxes.base import Change, ChangeKind, Fate, SandboxError, Spec, Unsupported
+from towline.sandboxes.base import Change, ChangeKind, Fate, PathMissing, SandboxError, Spec, Unsupported
 from towline.sandboxes.channel import Channel
 from towline.sandboxes.helping import SECONDS, within
 from towline.sandboxes.streams import LiveProcess, collect, open_streams
@@ -120,6 +120,8 @@ class BubblewrapSandbox:
         data, answer = await collect(
             self._spawner, {"do": "get", "path": path, "most": most}, most + (most >> 2) + (1 << 20)
         )
+        if answer.get("kind") in ("FileNotFoundError", "NotADirectoryError"):
+            raise PathMissing(f"{path} cannot be read: {answer['error']}")
         _check(answer, f"{path} cannot be read")
         return data
 

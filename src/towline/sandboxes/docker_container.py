@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from towline.sandboxes import archives, cgroups, docker_files, trees
-from towline.sandboxes.base import Change, ChangeKind, Fate, SandboxError, Spec
+from towline.sandboxes.base import Change, ChangeKind, Fate, PathMissing, SandboxError, Spec
 from towline.sandboxes.docker_api import Attached, Engine, EngineFailure
 from towline.sandboxes.docker_process import DockerProcess
 
@@ -152,8 +152,9 @@ class DockerSandbox:
                     if len(made) > most:
                         raise SandboxError(f"{path} is larger than {most:,} bytes")
         except EngineFailure as failure:
-            if failure.status == 404:
-                raise SandboxError(f"there is no {path} in container {self.id}") from failure
+            gone = "no such container" in str(failure).lower()
+            if not gone and (failure.status == 404 or str(failure).endswith("not a directory")):
+                raise PathMissing(f"there is no {path} in container {self.id}") from failure
             raise
         return bytes(made)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from towline.sandboxes.base import SandboxError
+from towline.sandboxes.base import PathMissing, SandboxError
 from towline.sandboxes.helping import finished
 
 _HELPER = (
@@ -98,7 +99,9 @@ async def get(pid: int, path: str, most: int) -> bytes:
         helper = await _helper(stack, "get", pid, path, most, subprocess.DEVNULL)
         data, errors = await finished(helper, "getting files", seconds=_COPYING)
     if helper.returncode:
-        raise SandboxError(f"cannot get {path}: {errors.decode('utf-8', 'replace').strip()}")
+        said = errors.decode("utf-8", "replace").strip()
+        missing = any(os.strerror(number) in said for number in (errno.ENOENT, errno.ENOTDIR))
+        raise (PathMissing if missing else SandboxError)(f"cannot get {path}: {said}")
     return data
 
 

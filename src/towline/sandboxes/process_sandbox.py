@@ -21,6 +21,7 @@ from towline.sandboxes.base import (
     Change,
     ChangeKind,
     Fate,
+    PathMissing,
     SandboxError,
     Spec,
     Unsupported,
@@ -259,6 +260,8 @@ class ProcessSandbox:
         try:
             with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 archives.add_tree(tar, os.path.basename(_relative(path)) or ".", outside, most)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise PathMissing(f"cannot get {path}: {error}") from error
         except (OSError, archives.ArchiveError) as error:
             raise SandboxError(f"cannot get {path}: {error}") from error
         return made.getvalue()
