@@ -218,6 +218,12 @@ async def transfer_that_quotes(play: Play) -> None:
     await play.ask([OTHER, *history, quoted], "Invoice 7 is 30 euros.", tools=[EDIT])
 
 
+@pattern("mm", "- -~0:system_changed", [[0], [1]], "It is 42.")
+async def hand_off_without_its_history(play: Play) -> None:
+    await play.ask([SYSTEM, user(TASK)], calls("tutor", name="transfer", key="to"))
+    await play.ask([OTHER, user(TASK)], "It is 42.", tools=[EDIT])
+
+
 @pattern("mm", "- -<0:system_changed", [[0], [1]], "Built as planned.")
 async def pipeline_of_agents(play: Play) -> None:
     plan = await play.ask([SYSTEM, user(TASK)], "The plan: change one line.")
@@ -381,6 +387,34 @@ async def sub_agent_of_a_sub_agent(play: Play) -> None:
     await play.ask([system("You read."), user("read the file src/a.py line by line")], "Line 3.")
     await play.ask([*inner, *answered(second, "Line 3.")], "In a.py.")
     await play.ask([*history, *answered(first, "In a.py.")], "Fixed.")
+
+
+@pattern(
+    "maaaam", "- -~0:system_changed 1 -~0:system_changed 3 0", [[0, 5], [1, 2], [3, 4]], "Both found.", notes=("main",)
+)
+async def several_sub_agents_of_one_call(play: Play) -> None:
+    """The second one begins while a call of the first is open, and repeats no call's words: it is of the same kind."""
+    history = [SYSTEM, user(TASK)]
+    first = await play.ask(history, calls("all", name="research", key="what"))
+    threads = [[OTHER, user(f"Your topic is {topic}.")] for topic in ("parsers", "printers")]
+    for thread in threads:
+        thread += answered(
+            await play.ask(thread, calls(f"grep {thread[1]['content']}"), tools=[BASH]), f"{len(thread)}"
+        )
+        thread += answered(await play.ask(thread, calls("more"), tools=[BASH]), "x")
+    await play.ask([*history, *answered(first, "Here.")], "Both found.")
+
+
+@pattern("mmca", "- 0 -~1:compaction -~2:subagent", [[0, 1], [2], [3]], "Looking on.")
+async def compaction_with_a_summary_taken_out(play: Play) -> None:
+    """The summary stands within other words, and a sub-agent follows that has main's own prompt and tools."""
+    history = [SYSTEM, user(TASK)]
+    history += answered(await play.ask(history, calls("ls")), "a.py")
+    said = "<analysis>\nhm\n</analysis>\n<summary>\nThe parser is broken in line 3.\n</summary>"
+    await play.ask([*history, user("Summarise.")], said)
+    after = [SYSTEM, user("This session continues another.\nThe parser is broken in line 3.")]
+    await play.ask(after, calls("x", name="task", key="prompt", text="Looking on."))
+    await play.ask([SYSTEM, user("x")], "Found.")
 
 
 @pattern("ma", "- -~0:unmatched", [[0], [1]], "A.", notes=("matches no conversation",))

@@ -42,10 +42,9 @@ def _as_happened(node: Node) -> Iterator[_Step | None]:
     turn: Node | None = node
     while turn is not None:
         before = turn.parent or turn.origin
-        if turn.parent is not None and turn.parent.reply is not None:
-            yield _step(turn.parent.reply.tool_calls, turn.new)
-        else:
-            yield next(_steps(request_of(turn)), None)
+        replied = before is not None and (turn.parent is not None or len(turn.new) < turn.covered)
+        reply = [before.reply_message()] if replied and before is not None and before.reply is not None else []
+        yield next(_steps([*reply, *turn.new]), None)
         turn = before
 
 

@@ -77,7 +77,7 @@ def _began(graph: Graph, request: Request, key: str, system: bytes, engine: str)
     hints, nodes = request.hints, graph.nodes
     parents = [n for n in nodes if hints.parent_session and n.hints.session == hints.parent_session]
     same = [n for n in nodes if (n.hints.session, n.hints.agent) == (hints.session, hints.agent)]
-    caller, handed = _caller(graph, request)
+    caller, handed = _caller(graph, request, key, system)
     if not request.tools and any(node.has_tools for node in nodes) and not (caller and handed):
         return Source((parents or same or nodes)[-1], ForkReason.SIDE, True)
     # What follows compares with turns of the same engine: those of another had other tasks, and other tools at times.
@@ -191,9 +191,13 @@ def _quotes(text: str, node: Node) -> bool:
 
 def _summary(graph: Graph, request: Request) -> Node | None:
     """The turn whose words the user messages of the request carry."""
-    texts = [message.text for message in request.messages if message.role != "assistant"]
+    said = "\n".join(message.text for message in request.messages if message.role == "user")
     for node in reversed(graph.nodes[-_RECENT:]):
-        if node.reply is not None and not node.reply.tool_calls and any(_quotes(text, node) for text in texts):
+        if node.reply is None or node.reply.tool_calls:
+            continue
+        # A harness may take a summary out of what stands around it.
+        lines = (line.strip() for line in node.reply.text.splitlines())
+        if any(len(line) >= QUOTED and line in said for line in lines):
             return node
     return None
 
@@ -230,11 +234,11 @@ def _replied(node: Node) -> bool:
 # What started it
 
 
-def _caller(graph: Graph, request: Request) -> tuple[Node | None, bool]:
+def _caller(graph: Graph, request: Request, key: str, system: bytes) -> tuple[Node | None, bool]:
     """The turn whose open tool call started a conversation, and whether the call's own words say so.
 
-    Among open calls: the one whose arguments the request repeats; else one that started a sub-agent and has calls left;
-    else the newest.
+    Among open calls: the one whose arguments the request repeats; else one that started a sub-agent of the same kind, or
+    that started any and has calls left; else the newest.
     """
     hints = request.hints
     waiting = [node for node in graph.nodes if _is_open(node) and not _same_agent(node, request)]
@@ -242,13 +246,15 @@ def _caller(graph: Graph, request: Request) -> tuple[Node | None, bool]:
     waiting = named or waiting
     if not waiting:
         return None, False
-    asked = "\n".join(message.text for message in request.messages if message.role == "user")
+    asked = "\n".join(message.text for message in request.messages if message.role == "user").strip()
     words = max(((_repeated(node, asked), node.index) for node in waiting), default=(0, 0))
     # A call without tools is handed its task, or it is about something else.
-    if words[0] and (request.tools or words[0] * 2 >= len(asked.strip())):
+    if words[0] and (request.tools or words[0] * 2 >= len(asked)):
         return next(node for node in waiting if node.index == words[1]), True
-    started = [node for node in waiting if 0 < _started(graph, node) < len(_calls(node))]
-    return (started or waiting)[-1], False
+    begun = [node for node in graph.nodes if node.parent is None and node.origin_inferred and node.origin is not None]
+    kind = [n.origin for n in begun if (n.system, n.key) == (system, key) and n.origin in waiting]
+    left = [n for n in waiting if 0 < sum(other.origin is n for other in begun) < len(_calls(n))]
+    return (kind or left or waiting)[-1], False
 
 
 def _same_agent(node: Node, request: Request) -> bool:
@@ -265,15 +271,11 @@ def _calls(node: Node) -> tuple[Any, ...]:
     return node.reply.tool_calls if node.reply is not None else ()
 
 
-def _started(graph: Graph, caller: Node) -> int:
-    """How many conversations the calls of a turn started."""
-    return sum(node.origin is caller and node.origin_inferred and node.parent is None for node in graph.nodes)
-
-
 def _repeated(node: Node, text: str) -> int:
     """Length of the longest argument of the turn's calls that the text holds."""
     said = (string for call in _calls(node) for string in strings(call.arguments))
-    return max((len(string) for string in said if len(string) >= QUOTED and string in text), default=0)
+    known = (string for string in said if string == text or (len(string) >= QUOTED and string in text))
+    return max((len(string) for string in known), default=0)
 
 
 def strings(value: Any) -> Iterator[str]:

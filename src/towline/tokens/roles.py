@@ -224,7 +224,7 @@ class _Cast:
         if (root.system, root.key) == (self.main.system, self.main.key):
             return root.reason in (ForkReason.UNMATCHED, None)
         line = [node for other in self._line(self.main) for node in self.trees[other] if node in self.seen]
-        return bool(line) and line[-1].index < root.index and not _calls(max(line, key=lambda node: node.index))
+        return all(node.index < root.index for node in line)
 
     # One turn
 
