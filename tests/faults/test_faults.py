@@ -22,6 +22,7 @@ from fault_rig import ENGINES, FaultyEngine, faulty_engine
 
 from towline import AsyncClient
 from towline.schema import EndReason, FailureReason, SessionState
+from towline.trainers import metrics
 
 PROGRAM = Path(__file__).parent / "program"
 STALL = 8.0
@@ -162,21 +163,39 @@ async def test_eval(kind: str, model: Path, tmp_path: Path) -> None:
             assert not sample["usable"]
 
 
+def train_words(tasks: Path, out: Path, *options: str) -> list[str]:
+    words = ["train", str(tasks), "--sandbox", "process", "--out", str(out), "--no-tensorboard", "--json"]
+    return [*words, "--steps", "1", "--samples", "2", "--ahead", "1", *options]
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_train(kind: str, model: Path, tmp_path: Path) -> None:
-    """The trainer learns from the groups of the good task alone, and ends with the reason."""
-    tasks = tmp_path / "tasks.jsonl"
-    good = task("good", on_error="coin", evaluator={"kind": "completed"})
-    made = [one for fault in fault_tasks() if fault["task_id"] != "fault-hang" for one in (fault, good)]
-    tasks.write_text("\n".join(json.dumps({**one, "task_id": f"{n}-{one['task_id']}"}) for n, one in enumerate(made)))
-    out = tmp_path / "run"
+    """Groups that failed are never learned from; a run that gets no others ends with the reason."""
+    tasks, out = tmp_path / "tasks.jsonl", tmp_path / "run"
+    tasks.write_text("\n".join(json.dumps(one) for one in fault_tasks() if one["task_id"] != "fault-hang"))
     async with faulty_engine(kind, model) as engine:
-        words = ["train", str(tasks), "--sandbox", "process", "--out", str(out), "--no-tensorboard", "--json"]
-        words += ["--steps", "1", "--groups", str(len(FAULTS)), "--samples", "2", "--ahead", "1", "--max-failed", "0.2"]
+        words = train_words(tasks, out, "--groups", str(len(FAULTS) // 2), "--max-failed", "1")
         code, _, err = await command(*words, *engine.options)
         _check_injected(engine)
     assert code == 1, err
+    assert "too few sessions to learn from" in err, err
+    assert not [line for line in metrics.read(out) if "mean_reward" in line], "nothing was learned"
+    _no_fault_is_usable(out / "service")
+
+
+async def test_train_ends_when_too_many_sessions_failed(model: Path, tmp_path: Path) -> None:
+    """The trainer learns from the groups of good tasks, and ends when more than the accepted share of sessions failed."""
+    tasks, out = tmp_path / "tasks.jsonl", tmp_path / "run"
+    good = task("good", on_error="coin", evaluator={"kind": "completed"})
+    bad = task("bad", "status_500")
+    made = [{**one, "task_id": f"{n}"} for n, one in enumerate([good, bad, bad, bad] * 4)]
+    tasks.write_text("\n".join(json.dumps(one) for one in made))
+    async with faulty_engine("sglang", model) as engine:
+        words = train_words(tasks, out, "--groups", "8", "--max-failed", "0.3")
+        code, _, err = await command(*words, *engine.options)
+    assert code == 1, err
     assert "infrastructure failed" in err, err
+    assert "engine" in err, err
     _no_fault_is_usable(out / "service")
 
 
