@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
+from typing import cast
 
+import pytest
+
+from towline.config import NodeSettings
 from towline.errors import EngineError
 from towline.node.breakers import Backoff, Breaker, Breakers
-from towline.schema import BreakerStatus
+from towline.node.probing import probe_sandbox
+from towline.node.runtimes import Runtimes
+from towline.sandboxes.apptainer import ApptainerRuntime
+from towline.sandboxes.base import NeedsRoot, SandboxError
+from towline.sandboxes.docker import DockerRuntime
+from towline.schema import BreakerStatus, SandboxKind
 
 QUICK = Backoff(first=0.01, longest=0.02, probe=5.0)
 
@@ -102,3 +112,27 @@ async def test_work_that_succeeds_closes_it_too() -> None:
     assert not breaker.open
     assert [status.open for status in told] == [True, False]
     await breakers.close()
+
+
+class Pinged:
+    """A runtime that makes no sandbox without a root."""
+
+    def __init__(self, problem: str = ""):
+        self.problem = problem
+
+    async def get(self, kind: SandboxKind) -> tuple[Pinged, None]:
+        return self, None
+
+    async def ping(self) -> None:
+        if self.problem:
+            raise SandboxError(self.problem)
+
+
+async def test_a_runtime_that_needs_a_root_is_asked_whether_it_answers() -> None:
+    """docker and apptainer as the default: without a task there is no image to try them with."""
+    settings = NodeSettings(sandbox=SandboxKind.DOCKER)
+    assert isinstance(DockerRuntime(Path("unused")), NeedsRoot)
+    assert isinstance(ApptainerRuntime(Path("unused")), NeedsRoot)
+    await probe_sandbox(cast(Runtimes, Pinged()), SandboxKind.DOCKER, settings)
+    with pytest.raises(SandboxError, match="no daemon"):
+        await probe_sandbox(cast(Runtimes, Pinged("no daemon")), SandboxKind.DOCKER, settings)

@@ -165,8 +165,8 @@ async def test_figures(database: str, tmp_path: Path) -> None:
         for line in (
             'towline_sessions_failed_total{reason="stall",stage="running"} 1.0',
             'towline_sessions_retried_total{reason="stall"} 1.0',
-            'towline_engine_errors_total{reason="stall"} 1.0',
-            'towline_engine_errors_total{reason="engine"} 0.0',
+            'towline_engine_errors_total{engine="policy",reason="stall"} 1.0',
+            'towline_engine_errors_total{engine="policy",reason="engine"} 0.0',
             "towline_turns_total 4.0",
             "towline_sampled_tokens_total 64.0",
             'towline_stage_seconds_count{stage="run"} 4.0',

@@ -22,6 +22,7 @@ import numpy as np
 from towline.engines.base import PauseMode
 from towline.errors import EngineError
 from towline.schema import (
+    POLICY,
     BreakerStatus,
     EndReason,
     FailureReason,
@@ -82,6 +83,7 @@ class FakeRunner:
         self.logs: dict[str, dict[str, bytes]] = {}
         """Log files by session and name."""
         self._on_breaker: Callable[[BreakerStatus], None] = lambda status: None
+        self._engine_failed: Callable[[str, FailureReason], None] = lambda engine, reason: None
         self._flying: dict[str, asyncio.Event] = {}
 
     # Circuit breakers
@@ -96,6 +98,9 @@ class FakeRunner:
 
     def needs(self, component: str) -> bool:
         return component in (ENGINE, "sandbox:bubblewrap")
+
+    def watch_engines(self, failed: Callable[[str, FailureReason], None]) -> None:
+        self._engine_failed = failed
 
     def watch_breakers(self, changed: Callable[[BreakerStatus], None]) -> None:
         self._on_breaker = changed
@@ -185,6 +190,8 @@ class FakeRunner:
         session = session.advance(state, at=time.time(), end_reason=end, error=error, failure=failure)
         full = state is SessionState.DONE and not empty
         trajectory = fake_trajectory(session, version=self.version, full=full, error=error)
+        if failure in (FailureReason.ENGINE, FailureReason.STALL):
+            self._engine_failed(POLICY, failure)
         if failure is FailureReason.ENGINE:
             trajectory = trajectory.model_copy(update={"metadata": {"notes": ["the engine answered: 500"]}})
         return FakeOutcome(session, trajectory)

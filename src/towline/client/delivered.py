@@ -70,6 +70,11 @@ class Delivered:
         return {one.session_id: one.damaged for one in self.sessions if one.damaged is not None}
 
     @property
+    def reasons(self) -> dict[str, int]:
+        """Of a group that was dropped: why its samples are not usable, counted."""
+        return dict(self.result.reasons)
+
+    @property
     def rewards(self) -> dict[str, float]:
         """Rewards of the sessions that were scored, by session id."""
         return {one.session_id: one.reward for one in self.sessions if one.reward is not None}

@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from pathlib import Path
 from typing import Any
 
-from towline.engines.base import PauseMode
-from towline.errors import TowlineError
+from towline.engines.base import ContextExceeded, PauseMode
+from towline.errors import EngineError, TowlineError
+from towline.gateway.lanes import Lane
 from towline.node.checking import problems, reaches, root_problems
 from towline.node.pipeline import Node
-from towline.schema import POLICY, BreakerStatus, EndReason, SandboxKind, Session, Task, Trajectory
+from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SandboxKind, Session, Task, Trajectory
 from towline.server.runner import InvalidTask, NoLog, Outcome, SessionLog
 
 log = logging.getLogger("towline.server")
@@ -64,6 +65,17 @@ class NodeRunner:
 
     def watch_breakers(self, changed: Callable[[BreakerStatus], None]) -> None:
         self.node.on_breaker = changed
+
+    def watch_engines(self, failed: Callable[[str, FailureReason], None]) -> None:
+        def watch(lane: Lane) -> None:
+            def turn_ended(error: EngineError | None) -> None:
+                if error is not None and not isinstance(error, ContextExceeded):
+                    failed(lane.name, FailureReason(error.failure))
+
+            lane.watchers.append(turn_ended)
+
+        for lane in self.node.gateway.lanes:
+            watch(lane)
 
     async def probe(self) -> list[str]:
         return await self.node.probe()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from towline.schema import BreakerStatus, FailureReason, SessionState, Trajectory
+from towline.schema import POLICY, BreakerStatus, FailureReason, SessionState, Trajectory
 from towline.server.reading import Standing
 from towline.server.rows import Ending
 
@@ -31,10 +31,10 @@ class Metrics:
         self.turns = Counter("towline_turns", "Turns of sessions that ended", registry=registry)
         self.sampled = Counter("towline_sampled_tokens", "Tokens sampled in those turns", registry=registry)
         self.engine_errors = Counter(
-            "towline_engine_errors", "Sessions that failed on an engine", ["reason"], registry=registry
+            "towline_engine_errors", "Turns that an engine failed", ["engine", "reason"], registry=registry
         )
         for reason in (FailureReason.ENGINE, FailureReason.STALL):
-            self.engine_errors.labels(reason.value)
+            self.engine_errors.labels(POLICY, reason.value)
         self.delivered = Counter("towline_results_delivered", "Results handed out", ["unit"], registry=registry)
         self.acked = Counter("towline_results_acked", "Results acknowledged", registry=registry)
         self.dropped = Counter("towline_results_dropped", "Stale results passed over", ["unit"], registry=registry)
@@ -80,8 +80,10 @@ class Metrics:
         self.failures.labels(reason.value, ending.stage.value).inc()
         if ending.retried:
             self.retries.labels(reason.value).inc()
-        if reason in (FailureReason.ENGINE, FailureReason.STALL):
-            self.engine_errors.labels(reason.value).inc()
+
+    def engine_failed(self, engine: str, reason: FailureReason) -> None:
+        """An engine failed a turn."""
+        self.engine_errors.labels(engine, reason.value).inc()
 
     def breakers(self, statuses: Iterable[BreakerStatus]) -> None:
         for one in statuses:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from towline.engines.base import PauseMode
 from towline.errors import TowlineError
-from towline.schema import BreakerStatus, Session, Task, Trajectory
+from towline.schema import BreakerStatus, FailureReason, Session, Task, Trajectory
 
 
 class NodeLost(TowlineError):
@@ -101,6 +101,10 @@ class Runner(Protocol):
 
     def watch_breakers(self, changed: Callable[[BreakerStatus], None]) -> None:
         """Tell of every change of a circuit breaker."""
+        ...
+
+    def watch_engines(self, failed: Callable[[str, FailureReason], None]) -> None:
+        """Tell of every turn that an engine failed, by the engine's name."""
         ...
 
     async def probe(self) -> list[str]:

@@ -69,6 +69,7 @@ class Service:
             quarantine_deaths=settings.quarantine_deaths,
         )
         runner.watch(self.scheduler.stages.changed)
+        runner.watch_engines(self.metrics.engine_failed)
         self.callbacks = Callbacks(self.store, self.signals.callbacks, self.metrics, tries=settings.callback_tries)
         self.problems: list[str] = []
         """What a probe found at the start; the circuit breakers say what is so now."""
@@ -91,7 +92,7 @@ class Service:
             lost = await self.scheduler.recover()
             orphans = await self.retention.collect_orphans()
             if lost or orphans:
-                log.warning("after a crash: %d sessions lost and tried again, %d segments removed", lost, orphans)
+                log.warning("after a crash: %d sessions were lost, %d segments removed", lost, orphans)
             self.scheduler.start()
             self.callbacks.start()
             self.retention.start()
