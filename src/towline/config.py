@@ -270,6 +270,8 @@ class ServerSettings(_Section):
     """How long a task's results are kept at least. A consumer that still needs them keeps them longer."""
     silent_seconds: float = Field(3 * 86_400.0, gt=0)
     """A consumer that was not seen for so long keeps nothing."""
+    pacing_seconds: float = Field(900.0, gt=0)
+    """A consumer that was not seen for so long, and holds no lease, paces nothing."""
     events: int = Field(100_000, ge=100)
     """How many events are kept for those who come back."""
     body_bytes: int = Field(64 * 1024 * 1024, ge=1024)

@@ -10,6 +10,7 @@ each sample its own. While the breaker `engine:policy` is open, sessions fail bl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ class FakeRunner:
     async def _run(self, task: Task, session: Session) -> FakeOutcome:
         options = {name: _of(value, session.sample) for name, value in task.harness_options.items()}
         cancelled = self._flying[session.session_id]
+        version = self.version  # of its first token, which is what makes it old
         try:
             for state in (SessionState.INIT, SessionState.READY, SessionState.RUNNING):
                 session = session.advance(state, at=time.time())
@@ -148,15 +150,9 @@ class FakeRunner:
                     self.changed(session)
             hang = options.get("hang", 0)
             hangs = hang is True or session.attempt <= hang
-            seconds = 3600.0 if hangs else float(options.get("seconds", 0.0))
-            if seconds:
-                await asyncio.wait([asyncio.ensure_future(cancelled.wait())], timeout=seconds)
-            elif self.hold:
-                await self._gate.wait()
-            else:
-                await asyncio.sleep(0)
+            await self._work(task, 3600.0 if hangs else float(options.get("seconds", 0.0)), cancelled)
             if cancelled.is_set():
-                return self._ended(task, session, SessionState.CANCELLED, EndReason.CANCELLED)
+                return self._ended(version, session, SessionState.CANCELLED, EndReason.CANCELLED)
             if session.attempt <= int(options.get("lose", 0)):
                 raise NodeLost("the fake node is gone")
             reason = FailureReason(options.get("reason", "internal"))
@@ -164,21 +160,32 @@ class FakeRunner:
                 self.trip(ENGINE, "down")
                 asyncio.get_running_loop().call_soon(self.trip, ENGINE)
             if self._outage:
-                ended = self._ended(task, session, SessionState.FAILED, None, failure=FailureReason.ENGINE)
+                ended = self._ended(version, session, SessionState.FAILED, None, failure=FailureReason.ENGINE)
                 ended.blameless = True
                 return ended
             if session.attempt <= int(options.get("fail", 0)):
-                ended = self._ended(task, session, SessionState.FAILED, None, failure=reason)
+                ended = self._ended(version, session, SessionState.FAILED, None, failure=reason)
                 ended.hopeless = bool(options.get("hopeless"))
                 return ended
             session = session.advance(SessionState.BUILDING, at=time.time())
-            return self._ended(task, session, SessionState.DONE, EndReason.EXITED, empty=bool(options.get("empty")))
+            return self._ended(version, session, SessionState.DONE, EndReason.EXITED, empty=bool(options.get("empty")))
         finally:
             self._flying.pop(session.session_id, None)
 
+    async def _work(self, task: Task, seconds: float, cancelled: asyncio.Event) -> None:
+        """What takes time in a session; over when it is cancelled."""
+        if seconds:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await cancelled.wait()
+        elif self.hold:
+            await self._gate.wait()
+        else:
+            await asyncio.sleep(0)
+
     def _ended(
         self,
-        task: Task,
+        version: int,
         session: Session,
         state: SessionState,
         end: EndReason | None,
@@ -189,7 +196,7 @@ class FakeRunner:
         error = self.error if state is SessionState.FAILED else "nothing was sampled" if empty else None
         session = session.advance(state, at=time.time(), end_reason=end, error=error, failure=failure)
         full = state is SessionState.DONE and not empty
-        trajectory = fake_trajectory(session, version=self.version, full=full, error=error)
+        trajectory = fake_trajectory(session, version=version, full=full, error=error)
         if failure in (FailureReason.ENGINE, FailureReason.STALL):
             self._engine_failed(POLICY, failure)
         if failure is FailureReason.ENGINE:

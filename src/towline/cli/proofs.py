@@ -68,6 +68,28 @@ def bench_load(as_json: common.Json = False) -> None:
         load.render(result, Console())
 
 
+@bench_app.command("pacing")
+def bench_pacing(
+    updates: Annotated[int | None, typer.Option(help="Updates of the trainer. Default 24.", min=4)] = None,
+    seed: int = 0,
+    as_json: common.Json = False,
+) -> None:
+    """Share of slow tasks among those trained on, paced and with old groups dropped, in one run."""
+    from dataclasses import replace
+
+    from towline.benchmarks import pacing
+
+    plan = pacing.Plan(seed=seed)
+    console = common.console(as_json)
+    with common.reporting(console, "pacing") as report:
+        result = pacing.run(plan if updates is None else replace(plan, updates=updates), report=report)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        pacing.render(result, Console())
+    raise typer.Exit(0 if result["within"] else 1)
+
+
 @bench_app.command("builders")
 def bench_builders(
     steps: Annotated[int | None, typer.Option(help="Updates a run. Default 14.", min=1)] = None,

@@ -52,6 +52,9 @@ def train(
     ahead: Annotated[int, typer.Option(help="Updates' worth of groups under way besides the next.", min=0)] = 1,
     synchronous: Annotated[bool, typer.Option("--synchronous", help="Roll out only between updates.")] = False,
     max_staleness: Annotated[int, typer.Option(help="Oldest group that is used, in versions.", min=0)] = 4,
+    pacing: Annotated[
+        bool, typer.Option(help="Start sessions at the pace of the updates; without it old groups are dropped.")
+    ] = True,
     max_failed: common.MaxFailed = 0.5,
     permute: Annotated[bool, typer.Option("--permute", help="A control: shuffle rewards within each group.")] = False,
     sandbox: Annotated[SandboxKind | None, typer.Option(help="Where tasks run that do not say.")] = None,
@@ -108,6 +111,7 @@ def train(
             ahead=ahead,
             synchronous=synchronous,
             max_staleness=max_staleness,
+            pacing=pacing,
             max_failed=max_failed,
             permute=permute,
             seed=seed,
@@ -182,6 +186,15 @@ def _sinks(out: Path, tensorboard: bool, wandb: str, config: dict[str, Any], con
     return sinks
 
 
+def _bias(pacing: dict[str, Any] | None) -> str:
+    """What pacing cost, and whether slow tasks were trained on as much as they were submitted."""
+    if pacing is None:
+        return ""
+    told = f"; waited {pacing['withheld_seconds']:.1f} s for older groups"
+    shares = ", ".join(f"{one['trained_share']:.0%}" for one in pacing["quartiles"])
+    return told + (f"; trained share by duration quartile, fastest first: {shares}" if shares else "")
+
+
 def _conclude(out: Path, told: dict[str, Any], console: Console, as_json: bool) -> None:
     from towline.trainers import curves, metrics
 
@@ -199,4 +212,6 @@ def _conclude(out: Path, told: dict[str, Any], console: Console, as_json: bool) 
     for one in told["success"]:
         console.print(f"after {one['sessions_used']:>6,} sessions: {one['success']:.1%} on held-out tasks")
     console.print(f"max |learner - recorded| logprob over the run: {worst:.1e}", highlight=False)
+    dropped = told["last"]["dropped_groups"] if told["last"] else 0
+    console.print(f"groups dropped as too old: {dropped:,}{_bias(told['pacing'])}", highlight=False)
     console.print(f"Written to {out}: metrics.jsonl, checkpoint{', curves.png' if picture else ''}", highlight=False)

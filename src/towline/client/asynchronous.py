@@ -22,6 +22,7 @@ from towline.schema import (
     Acked,
     Event,
     FailureReason,
+    Pacing,
     Policy,
     Results,
     Session,
@@ -163,10 +164,13 @@ class AsyncClient:
         max_staleness: int | None = None,
         stale: StaleLike = Stale.DROP,
         prefix: str | None = None,
+        groups_per_update: int | None = None,
     ) -> Results:
         """Up to `max` results, leased for `lease` seconds; waits up to `wait` seconds for the first.
 
-        With `prefix` the consumer follows only tasks whose ids begin so; its first call says it, for good.
+        With `prefix` the consumer follows only tasks whose ids begin so; its first call says it, for good. With
+        `groups_per_update` the service starts sessions at the consumer's pace, so that groups are not older than
+        `max_staleness` when it gets them. `max=0` leases nothing: it only makes the consumer known.
         """
         return await self._do(
             calls.lease(
@@ -179,6 +183,7 @@ class AsyncClient:
                 max_staleness=max_staleness,
                 stale=stale,
                 prefix=prefix,
+                groups_per_update=groups_per_update,
             )
         )
 
@@ -196,6 +201,7 @@ class AsyncClient:
         max_staleness: int | None = None,
         stale: StaleLike = Stale.DROP,
         prefix: str | None = None,
+        groups_per_update: int | None = None,
         trajectories: bool = True,
         auto_ack: bool = False,
     ) -> AsyncIterator[Delivered]:
@@ -204,7 +210,8 @@ class AsyncClient:
         It ends after `limit` results, or when none came for `idle` seconds; with neither it never does. A result that
         is not acknowledged within its lease comes again; one whose lease ran out while the loop was busy with another is
         not handed to it, if `lease` is given. With `auto_ack` each is acknowledged when the next is asked for: what the
-        loop's body did with it must then be durable.
+        loop's body did with it must then be durable. With `groups_per_update` (and `unit="group"`) groups come at the pace
+        of an update of so many groups per policy version: acknowledge them before the version advances.
         """
         stream = Stream(limit, idle, max, wait, lease)
         while not stream.over:
@@ -218,6 +225,7 @@ class AsyncClient:
                 max_staleness=max_staleness,
                 stale=stale,
                 prefix=prefix,
+                groups_per_update=groups_per_update,
             )
             stream.came(batch)
             if not batch.results:
@@ -231,9 +239,12 @@ class AsyncClient:
                 if auto_ack:
                     await self.ack(consumer, [result.result_id])
 
-    async def ack(self, consumer: str, result_ids: Sequence[str]) -> Acked:
-        """Say that the results are used: they are never handed to this consumer again."""
-        return await self._do(calls.ack(consumer, result_ids))
+    async def ack(self, consumer: str, result_ids: Sequence[str], *, unusable: Sequence[str] = ()) -> Acked:
+        """Say that the results are used: they are never handed to this consumer again.
+
+        Those that are also `unusable` do not count towards `groups_per_update`: no update learned from them.
+        """
+        return await self._do(calls.ack(consumer, result_ids, unusable))
 
     async def release(self, consumer: str) -> int:
         """Give back what is leased and not acknowledged, so that it comes again at once; how many results."""
@@ -257,6 +268,10 @@ class AsyncClient:
         return await self._do(calls.update_weights(str(folder), version))
 
     # The service
+
+    async def pacing(self) -> Pacing:
+        """The consumers that declared `groups_per_update`, and what pacing costs."""
+        return await self._do(calls.pacing())
 
     async def nodes(self) -> list[dict[str, Any]]:
         return await self._do(calls.nodes())

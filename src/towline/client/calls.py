@@ -24,6 +24,7 @@ from towline.schema import (
     Ack,
     Acked,
     FailureReason,
+    Pacing,
     Policy,
     Results,
     SchemaError,
@@ -183,6 +184,7 @@ def lease(
     max_staleness: int | None,
     stale: StaleLike,
     prefix: str | None,
+    groups_per_update: int | None,
 ) -> Call[Results]:
     params = _given(
         consumer=consumer,
@@ -194,12 +196,14 @@ def lease(
         max_staleness=max_staleness,
         stale=Stale(stale).value if max_staleness is not None else None,
         prefix=prefix,
+        groups_per_update=groups_per_update,
     )
     return Call("GET", "/v1/results", _reads(Results), params=params, waits=wait)
 
 
-def ack(consumer: str, result_ids: Sequence[str]) -> Call[Acked]:
-    body = dump_json(Ack(consumer=consumer, result_ids=list(result_ids)))
+def ack(consumer: str, result_ids: Sequence[str], unusable: Sequence[str] = ()) -> Call[Acked]:
+    ack = Ack(consumer=consumer, result_ids=list(result_ids), unusable=list(unusable))
+    body = dump_json(ack.model_dump(mode="json", exclude_defaults=True))
     return Call("POST", "/v1/results/ack", _reads(Acked), body=body)
 
 
@@ -230,6 +234,10 @@ def resume(version: int | None) -> Call[Policy]:
 def update_weights(folder: str, version: int) -> Call[Policy]:
     body = dump_json({"folder": folder, "version": version})
     return Call("POST", "/v1/policy/weights", _reads(Policy), body=body, waits=3600.0)
+
+
+def pacing() -> Call[Pacing]:
+    return Call("GET", "/v1/pacing", _reads(Pacing))
 
 
 def nodes() -> Call[list[dict[str, Any]]]:

@@ -139,12 +139,55 @@ class Results(Model):
 class Ack(Model):
     consumer: Id
     result_ids: list[Id]
+    unusable: list[Id] = Field(default_factory=list)
+    """Those of `result_ids` that no update learned from: they do not count towards `groups_per_update`."""
 
 
 class Acked(Model):
     acked: list[Id]
     unknown: list[Id] = Field(default_factory=list)
     """Never leased to this consumer."""
+
+
+class DurationQuartile(Model):
+    """A quarter of the groups that a consumer was done with lately, by how long they took."""
+
+    longest_seconds: float
+    """From the start of a group's first session to the group's end."""
+    groups: Count
+    trained: Count
+    """Those of them that the consumer used; the others were dropped as stale or acknowledged as unusable."""
+    share: float
+    """Of all groups."""
+    trained_share: float
+    """Of all trained groups: less than `share` where slow tasks are trained on less than they were submitted."""
+
+
+class ConsumerPace(Model):
+    """A consumer that declared `groups_per_update`."""
+
+    consumer: Id
+    groups_per_update: int
+    max_staleness: int | None
+    used: Count
+    """Groups that it used under the policy version now."""
+    in_hand: Count
+    """Groups that it has leased and not acknowledged."""
+    running: Count
+    finished: Count
+    """Groups that wait to be handed out."""
+    admissible: int | None
+    """How many more groups may start; `None` without a bound."""
+    withheld_seconds: float
+    """How long it waited while finished groups were withheld for older ones, since the server's start."""
+    quartiles: list[DurationQuartile] = Field(default_factory=list)
+    """From the fastest to the slowest, since the server's start."""
+
+
+class Pacing(Model):
+    idle_slot_seconds: float
+    """Session slots that were empty while sessions waited for their pace, times seconds, since the server's start."""
+    consumers: list[ConsumerPace]
 
 
 class Policy(Model):

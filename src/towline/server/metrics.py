@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from towline.schema import POLICY, BreakerStatus, FailureReason, SessionState, Trajectory
+from towline.server.pacer import Pacer
 from towline.server.reading import Standing
 from towline.server.rows import Ending
 
@@ -40,6 +41,18 @@ class Metrics:
         self.dropped = Counter("towline_results_dropped", "Stale results passed over", ["unit"], registry=registry)
         self.flagged = Counter("towline_results_flagged", "Stale results handed out", ["unit"], registry=registry)
         self.callbacks = Counter("towline_callbacks", "Callbacks by outcome", ["outcome"], registry=registry)
+        self.pacing_idle = Gauge(
+            "towline_pacing_idle_slot_seconds", "Slots empty while sessions waited for their pace", registry=registry
+        )
+        self.pacing_withheld = Gauge(
+            "towline_pacing_withheld_seconds", "Waited for older groups", ["consumer"], registry=registry
+        )
+        self.trained_share = Gauge(
+            "towline_trained_share",
+            "Share of the trained groups by quartile of duration, 1 the fastest",
+            ["consumer", "quartile"],
+            registry=registry,
+        )
         self.waiting = Gauge("towline_sessions_waiting", "Sessions that wait for a node", registry=registry)
         self.active = Gauge("towline_sessions_active", "Sessions on a node", registry=registry)
         self.version = Gauge("towline_policy_version", "Policy version", registry=registry)
@@ -96,6 +109,14 @@ class Metrics:
         for one in standings:
             self.lag.labels(one.consumer, one.unit).set(one.lag)
             self.leases.labels(one.consumer, one.unit).set(one.leases)
+
+    def pacing(self, pacer: Pacer) -> None:
+        self.pacing_idle.set(pacer.idle_seconds)
+        for consumer, seconds in pacer.withheld_seconds.items():
+            self.pacing_withheld.labels(consumer).set(seconds)
+        for consumer in pacer.bias.consumers:
+            for number, one in enumerate(pacer.bias.quartiles(consumer), 1):
+                self.trained_share.labels(consumer, str(number)).set(one.trained_share)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -39,7 +39,7 @@ class Kept:
 
 
 class PolicyDesk:
-    def __init__(self, store: Store, runner: Runner, changed: Signal):
+    def __init__(self, store: Store, runner: Runner, *changed: Signal):
         self.store = store
         self.runner = runner
         self.changed = changed
@@ -123,5 +123,6 @@ class PolicyDesk:
             await add_events(tx, [("policy", {"version": kept.version, "paused": kept.paused})], time.time())
 
         await self.store.insist(write, what="policy")
-        self.changed.give()
+        for signal in self.changed:
+            signal.give()
         return self.now

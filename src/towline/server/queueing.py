@@ -21,6 +21,7 @@ from towline.schema import Accepted, Session, SessionState, Task, TaskState
 from towline.schema.files import dump_json
 from towline.server import tables
 from towline.server.errors import Conflict, Full, Invalid
+from towline.server.gate import PaceGate
 from towline.server.rows import row_event, waiting_row
 from towline.server.store import Store, add_events, chunks, take
 from towline.server.tables import Phase
@@ -150,8 +151,21 @@ async def suspects(tx: AsyncConnection, deaths: int) -> list[int]:
     return list((await tx.execute(query)).scalars())
 
 
-async def claim(tx: AsyncConnection, count: int, *, epoch: int, node: str, at: float, deaths: int = 0) -> list[Claimed]:
-    """The most urgent sessions that wait, now this server's; with `deaths` those that were running at so many."""
+async def claim(
+    tx: AsyncConnection,
+    count: int,
+    *,
+    epoch: int,
+    node: str,
+    at: float,
+    version: int,
+    gate: PaceGate | None = None,
+    deaths: int = 0,
+) -> list[Claimed]:
+    """The most urgent sessions that wait and that the gate lets pass, now this server's. `version` is the policy's.
+
+    With `deaths` only those that were running at so many node deaths.
+    """
     sessions, tasks = tables.sessions, tables.tasks
     waiting = (
         select(sessions.c.session_id, sessions.c.task_id)
@@ -162,7 +176,7 @@ async def claim(tx: AsyncConnection, count: int, *, epoch: int, node: str, at: f
     if deaths:
         waiting = waiting.where(sessions.c.deaths >= deaths)
     # Tasks are locked before sessions, as everywhere; a session that changed hands in between is left alone below.
-    found = list(await tx.execute(waiting))
+    found = list(await tx.execute(waiting)) if gate is None else await gate.choose(tx, waiting, count)
     if not found:
         return []
     ids = sorted({row.task_id for row in found})
@@ -178,7 +192,7 @@ async def claim(tx: AsyncConnection, count: int, *, epoch: int, node: str, at: f
     begun = await tx.execute(
         update(tasks)
         .where(tasks.c.task_id.in_(ids), tasks.c.state == TaskState.QUEUED.value)
-        .values(state=TaskState.RUNNING.value, updated=at)
+        .values(state=TaskState.RUNNING.value, updated=at, version=version, started=at)
         .returning(tasks.c.task_id)
     )
     told = [("task", {"task_id": name, "state": TaskState.RUNNING.value}) for name in begun.scalars()]

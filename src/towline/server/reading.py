@@ -12,6 +12,7 @@ from sqlalchemy import Row, func, select, tuple_
 from towline.schema import FailureReason, Session, SessionState, TaskState, TaskStatus
 from towline.server import tables
 from towline.server.errors import Damaged, NotFound
+from towline.server.paced import HELD
 from towline.server.queueing import session_of
 from towline.server.segments import Piece
 from towline.server.store import Store, chunks
@@ -131,16 +132,18 @@ async def consumers(store: Store) -> list[Standing]:
     table, results, leases = tables.consumers, tables.results, tables.leases
     found = []
     async with store.read() as tx:
-        held = select(leases.c.consumer, leases.c.unit, func.count().label("held")).group_by(
-            leases.c.consumer, leases.c.unit
+        out = leases.c.delivery > HELD
+        held = select(leases.c.consumer, leases.c.unit, out.label("out"), func.count().label("held")).group_by(
+            leases.c.consumer, leases.c.unit, out
         )
-        holding = {(row.consumer, row.unit): row.held for row in await tx.execute(held)}
+        holding = {(row.consumer, row.unit, bool(row.out)): row.held for row in await tx.execute(held)}
         for row in list(await tx.execute(select(table).order_by(table.c.seen.desc()).limit(_CONSUMERS))):
             behind = [results.c.unit == row.unit, results.c.seq > row.cursor]
             if row.prefix:
                 behind.append(results.c.task_id.startswith(row.prefix, autoescape=True))
             lag = await tx.scalar(select(func.count()).select_from(results).where(*behind))
-            found.append(Standing(row.name, row.unit, int(lag or 0), holding.get((row.name, row.unit), 0)))
+            withheld, given = (holding.get((row.name, row.unit, it_is), 0) for it_is in (False, True))
+            found.append(Standing(row.name, row.unit, int(lag or 0) + withheld, given))
     return found
 
 

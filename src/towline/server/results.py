@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,7 +22,10 @@ from towline.crashpoints import crash_point
 from towline.schema import Acked, FailureReason, Result, SchemaError, SessionResult, SessionState, Stale, Start, Unit
 from towline.schema.files import load_json
 from towline.server import names, tables
+from towline.server.bias import Done
+from towline.server.delivery_order import DeliveryOrder
 from towline.server.errors import Conflict
+from towline.server.paced import HELD
 from towline.server.rules import stale
 from towline.server.store import Store, chunks
 
@@ -47,6 +50,8 @@ class Wish:
     stale: Stale = Stale.DROP
     prefix: str | None = None
     """How the ids of those tasks begin that the consumer follows; `None` is what it said when it was first seen."""
+    groups_per_update: int | None = None
+    """How many groups the consumer uses under each policy version; sessions are then started at its pace."""
 
 
 @dataclass(slots=True)
@@ -58,6 +63,10 @@ class Leased:
     """Some were passed over, and there may be others behind them."""
     next_expiry: float | None
     """When the first lease of this consumer runs out."""
+    withheld: int = 0
+    """Finished groups that are not handed out yet, because older ones need their places."""
+    passed: list[Done] = field(default_factory=list)
+    """Groups that were dropped."""
 
 
 class Delivery:
@@ -76,12 +85,17 @@ class Delivery:
 
     async def _lease(self, tx: AsyncConnection, wish: Wish, version: int, now: float) -> Leased:
         known = await self._consumer(tx, wish, now)
-        expired = await self._expired(tx, wish, now)
-        fresh = await self._fresh(tx, wish, known, wish.most - len(expired))
+        if wish.groups_per_update is None:
+            order, cursor = None, known.cursor
+            expired = await self._expired(tx, wish, now, wish.most)
+            rows = [*expired, *await self._fresh(tx, wish, known, wish.most - len(expired))]
+        else:
+            order = await DeliveryOrder.of(tx, known, version)
+            cursor = await self._hold_fresh(tx, wish, known)
+            rows = expired = order.sort(await self._expired(tx, wish, now, _SCANNED))
         kept: list[Row[Any]] = []
         old: set[int] = set()
-        cursor = known.cursor
-        for row in (*expired, *fresh):
+        for row in rows:
             if len(kept) >= wish.most:
                 break
             cursor = max(cursor, row.seq)
@@ -91,6 +105,8 @@ class Delivery:
                 old.add(row.seq)
                 if wish.stale is Stale.DROP:
                     continue
+            elif order is not None and not order.comes(row):
+                continue
             kept.append(row)
         if wish.stale is Stale.DROP:
             await self._release(tx, wish.consumer, wish.unit, [row.seq for row in expired if row.seq in old])
@@ -101,7 +117,9 @@ class Delivery:
             await self._note(tx, wish, known, cursor, len(kept), dropped, flagged, now)
         results = await self._read(tx, wish, kept, deliveries, until, old)
         more = not results and (bool(old) or cursor != known.cursor)
-        return Leased(results, dropped, flagged, more, await self._next_expiry(tx, wish))
+        passed = await self._done(tx, old) if dropped and wish.unit is Unit.GROUP else []
+        withheld = order.withheld if order is not None else 0
+        return Leased(results, dropped, flagged, more, await self._next_expiry(tx, wish), withheld, passed)
 
     # The consumer
 
@@ -115,15 +133,30 @@ class Delivery:
                     f"consumer {wish.consumer!r} follows tasks that begin with {found.prefix!r}; take another name",
                     field="prefix",
                 )
-            return found
+            if (found.groups_per_update, found.max_staleness) == self._pace(wish):
+                return found
+            await tx.execute(
+                update(table)
+                .where(table.c.name == wish.consumer, table.c.unit == wish.unit.value)
+                .values(**dict(zip(("groups_per_update", "max_staleness"), self._pace(wish), strict=True)))
+            )
+            return (await tx.execute(mine)).one()
         cursor = 0
         if wish.start is Start.NOW:
             cursor = int(await tx.scalar(select(counters.c.value).where(counters.c.name == "results")) or 0)
         blank = dict.fromkeys(("delivered", "acked", "dropped", "flagged"), 0)
-        row = {"name": wish.consumer, "unit": wish.unit.value, "cursor": cursor, "created": now, "seen": now}
+        row: dict[str, Any] = {"name": wish.consumer, "unit": wish.unit.value, "cursor": cursor}
+        row |= {"created": now, "seen": now}
         row["prefix"] = wish.prefix or ""
+        row["groups_per_update"], row["max_staleness"] = self._pace(wish)
         await tx.execute(self.store.insert_new(table).values(**row, **blank))
         return (await tx.execute(mine)).one()
+
+    @staticmethod
+    def _pace(wish: Wish) -> tuple[int | None, int | None]:
+        """What is kept of the pace that a consumer declares."""
+        size = wish.groups_per_update
+        return size, None if size is None else wish.max_staleness
 
     async def _note(
         self, tx: AsyncConnection, wish: Wish, known: Row[Any], cursor: int, given: int, dropped: int, flagged: int,
@@ -144,16 +177,25 @@ class Delivery:
 
     # Leases
 
-    async def _expired(self, tx: AsyncConnection, wish: Wish, now: float) -> list[Row[Any]]:
+    async def _expired(self, tx: AsyncConnection, wish: Wish, now: float, most: int) -> list[Row[Any]]:
         leases, results = tables.leases, tables.results
         query = (
             select(*results.c, leases.c.delivery)
             .join(results, results.c.seq == leases.c.seq)
             .where(leases.c.consumer == wish.consumer, leases.c.unit == wish.unit.value, leases.c.until <= now)
             .order_by(leases.c.seq)
-            .limit(wish.most)
+            .limit(most)
         )
         return list(await tx.execute(query))
+
+    async def _hold_fresh(self, tx: AsyncConnection, wish: Wish, known: Row[Any]) -> int:
+        """Take over what was published since: to be handed out when its turn comes, in any order. The cursor after it."""
+        fresh = await self._fresh(tx, wish, known, _SCANNED)
+        mine = {"consumer": wish.consumer, "unit": wish.unit.value, "until": 0.0, "delivery": HELD}
+        rows = [mine | {"seq": row.seq} for row in fresh if row.task_id.startswith(known.prefix)]
+        if rows:
+            await tx.execute(insert(tables.leases), rows)
+        return int(fresh[-1].seq if fresh else known.cursor)
 
     async def _fresh(self, tx: AsyncConnection, wish: Wish, known: Row[Any], wanted: int) -> list[Row[Any]]:
         if wanted <= 0:
@@ -203,7 +245,7 @@ class Delivery:
 
     async def _next_expiry(self, tx: AsyncConnection, wish: Wish) -> float | None:
         table = tables.leases
-        mine = (table.c.consumer == wish.consumer, table.c.unit == wish.unit.value)
+        mine = (table.c.consumer == wish.consumer, table.c.unit == wish.unit.value, table.c.delivery > HELD)
         found = await tx.scalar(select(table.c.until).where(*mine).order_by(table.c.until).limit(1))
         return None if found is None else float(found)
 
@@ -253,29 +295,71 @@ class Delivery:
 
     # Acknowledging
 
-    async def ack(self, consumer: str, result_ids: Sequence[str], *, now: float) -> Acked:
-        """Done with for good, however often it is said. What was never handed to this consumer is told apart."""
+    async def ack(
+        self, consumer: str, result_ids: Sequence[str], unusable: Collection[str] = (), *, version: int, now: float
+    ) -> tuple[Acked, list[Done]]:
+        """Done with for good, however often it is said. What was never handed to this consumer is told apart.
+
+        Groups that are not `unusable` count as used under the policy version now.
+        """
         parsed = {name: names.parse_result_id(name, self.store.token) for name in result_ids}
         acked: list[str] = []
         unknown: list[str] = []
         table = tables.consumers
         async with self.store.write() as tx:
             query = select(table).where(table.c.name == consumer).order_by(table.c.unit).with_for_update()
-            cursors = {Unit(row.unit): row.cursor for row in await tx.execute(query)}
+            known = {Unit(row.unit): row for row in await tx.execute(query)}
             seqs: dict[Unit, list[int]] = {}
             for name, place in parsed.items():
-                if place is None or place[1] > cursors.get(place[0], 0):
+                if place is None or place[0] not in known or place[1] > known[place[0]].cursor:
                     unknown.append(name)
                 else:
                     acked.append(name)
                     seqs.setdefault(place[0], []).append(place[1])
+            useless = {place[1] for name, place in parsed.items() if place is not None and name in unusable}
+            done: list[Done] = []
             for unit, some in seqs.items():
+                values: dict[str, Any] = {"seen": now}
+                if unit is Unit.GROUP:
+                    held = await self._held(tx, consumer, some)
+                    done = await self._done(tx, held, trained=set(held) - useless)
+                    used = known[unit].used if known[unit].used_version == version else 0
+                    values |= {"used": used + sum(one.trained for one in done), "used_version": version}
                 released = await self._release(tx, consumer, unit, some)
                 mine = (table.c.name == consumer, table.c.unit == unit.value)
-                await tx.execute(update(table).where(*mine).values(acked=table.c.acked + released, seen=now))
+                await tx.execute(update(table).where(*mine).values(acked=table.c.acked + released, **values))
             crash_point("server.before_ack")
         crash_point("server.after_ack")
-        return Acked(acked=acked, unknown=unknown)
+        return Acked(acked=acked, unknown=unknown), done
+
+    async def _held(self, tx: AsyncConnection, consumer: str, seqs: Sequence[int]) -> list[int]:
+        """Those groups that are leased to the consumer."""
+        table, found = tables.leases, []
+        for some in chunks(seqs):
+            query = select(table.c.seq).where(
+                table.c.consumer == consumer,
+                table.c.unit == Unit.GROUP.value,
+                table.c.seq.in_(some),
+                table.c.delivery > HELD,
+            )
+            found += list((await tx.execute(query)).scalars())
+        return found
+
+    async def _done(self, tx: AsyncConnection, seqs: Collection[int], trained: Collection[int] = ()) -> list[Done]:
+        """What becomes of complete groups."""
+        results, tasks = tables.results, tables.tasks
+        found: list[Done] = []
+        for some in chunks(sorted(seqs)):
+            query = (
+                select(results.c.seq, results.c.created, tasks.c.started)
+                .join(tasks, tasks.c.task_id == results.c.task_id)
+                .where(results.c.seq.in_(some), results.c.usable)
+            )
+            found += [
+                Done(row.created - (row.created if row.started is None else row.started), row.seq in trained)
+                for row in await tx.execute(query)
+            ]
+        return found
 
 
 async def _reasons(tx: AsyncConnection, task_ids: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -18,6 +18,7 @@ from towline.schema import (
     Ack,
     Acked,
     FailureReason,
+    Pacing,
     Policy,
     Results,
     Role,
@@ -238,7 +239,7 @@ async def lease_results(
     caller: Consumer,
     consumer: Annotated[Id, Query(description="Who asks; each name has a position of its own.")],
     unit: Unit = Unit.SESSION,
-    max: Annotated[int, Query(ge=1, le=1000)] = 16,
+    max: Annotated[int, Query(ge=0, le=1000, description="0 leases nothing: it only makes the consumer known.")] = 16,
     wait: Annotated[float, Query(ge=0, le=86_400, allow_inf_nan=False)] = 0.0,
     lease: Annotated[float | None, Query(gt=0, le=7 * 86_400, allow_inf_nan=False)] = None,
     start: Annotated[Start, Query(description="Where a consumer begins that was never seen.")] = Start.BEGINNING,
@@ -248,13 +249,21 @@ async def lease_results(
         Id | None,
         Query(description="Only of tasks whose ids begin so. The consumer's for good: what its first call says."),
     ] = None,
+    groups_per_update: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=1_000_000,
+            description="How many groups the consumer uses per policy version: sessions start at its pace. `unit=group`.",
+        ),
+    ] = None,
 ) -> Response:
     """Lease results. What is not acknowledged before its lease runs out is handed out again."""
     seconds = lease if lease is not None else service.settings.lease_seconds
     gone = asyncio.Event()
     watching = asyncio.create_task(_watch(request, gone, service))
     try:
-        wish = Wish(consumer, unit, max, seconds, start, max_staleness, stale, prefix)
+        wish = Wish(consumer, unit, max, seconds, start, max_staleness, stale, prefix, groups_per_update)
         found = await service.lease(wish, wait, gone)
     finally:
         watching.cancel()
@@ -287,7 +296,13 @@ async def release_results(who: Consuming, service: ServiceOf, caller: Consumer) 
 @router.post("/results/ack", tags=["results"])
 async def ack_results(ack: Ack, service: ServiceOf, caller: Consumer) -> Acked:
     """Say that results are used: they never come again. Safe to repeat."""
-    return await service.ack(ack.consumer, ack.result_ids)
+    return await service.ack(ack.consumer, ack.result_ids, ack.unusable)
+
+
+@router.get("/pacing", tags=["results"])
+async def get_pacing(service: ServiceOf, caller: Reader) -> Pacing:
+    """Consumers that declared `groups_per_update`: how many groups they have and may have, and what pacing costs."""
+    return await service.pacer.status(service.policy.now.version)
 
 
 # What happens

@@ -27,6 +27,7 @@ from towline.server.breakers import Breakers
 from towline.server.ending import Effects, Ender
 from towline.server.metrics import Metrics
 from towline.server.outages import Outage
+from towline.server.pacer import Pacer
 from towline.server.policy import PolicyDesk
 from towline.server.rows import Ending, lost_ending
 from towline.server.rules import suspect, suspects_at_once
@@ -76,6 +77,7 @@ class Scheduler:
         segments: Segments,
         runner: Runner,
         policy: PolicyDesk,
+        pacer: Pacer,
         signals: Signals,
         metrics: Metrics,
         *,
@@ -86,6 +88,7 @@ class Scheduler:
         self.segments = segments
         self.runner = runner
         self.policy = policy
+        self.pacer = pacer
         self.signals = signals
         self.metrics = metrics
         self.stages = Stages(store, signals.events)
@@ -99,6 +102,8 @@ class Scheduler:
         """Why it no longer works, if it does not."""
         self._stop: set[str] = set()
         """Sessions under way that are to end."""
+        self._held_back = False
+        """Pacing kept sessions in the queue at the last claim."""
         self._interrupted = False
         self._closing = False
         self._suspects: set[str] = set()
@@ -176,11 +181,14 @@ class Scheduler:
         while not self._closing:
             count = self.signals.work.count
             room = self.runner.capacity - len(self.flights)
-            claimed = []
+            claimed: list[queueing.Claimed] = []
+            self._held_back = False
             if room > 0 and not self.held:
                 claimed = await self.store.insist(partial(self._claim, room=room), what="claim")
             for one in claimed:
                 self._launch(one)
+            left = min(room - len(claimed), self.waiting - len(claimed))
+            self.pacer.idle(max(0, left) if self._held_back else 0)
             # Whoever was to be stopped and is no flight has ended by himself.
             self._stop &= self.flights.keys()
             if claimed:
@@ -208,14 +216,19 @@ class Scheduler:
         count = min(room, _TOGETHER) if suspects is None else min(room, suspects)
         if count <= 0:
             return []
+        version = self.policy.now.version
+        gate = await self.pacer.gate(tx, version)
         claimed = await queueing.claim(
             tx,
             count,
             epoch=self.store.epoch,
             node=self.runner.name,
             at=time.time(),
+            version=version,
+            gate=gate,
             deaths=0 if suspects is None else self.quarantine_deaths,
         )
+        self._held_back = gate is not None and gate.holds
         if claimed:
             crash_point("server.before_claim")
         return claimed

@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.config import ServerSettings
-from towline.schema import Accepted, Acked, Results, Task, TaskStatus
+from towline.schema import Accepted, Acked, Results, Task, TaskStatus, Unit
 from towline.server import ownership, queueing, reading
 from towline.server.admission import admit
 from towline.server.auth import Caller, Keys, loopback
@@ -24,6 +24,7 @@ from towline.server.errors import Full, Invalid, NotFound, StoreError
 from towline.server.events import Events
 from towline.server.metrics import Metrics
 from towline.server.outages import Outage
+from towline.server.pacer import Pacer
 from towline.server.policy import PolicyDesk
 from towline.server.results import Delivery, Wish
 from towline.server.retention import Retention
@@ -49,7 +50,9 @@ class Service:
         self.segments = Segments(settings.segments or settings.data / "segments")
         self.keys = Keys(self.store, needed=not loopback(settings.host))
         self.delivery = Delivery(self.store)
-        self.policy = PolicyDesk(self.store, runner, self.signals.work)
+        # Results that a paced consumer waits for may come with the next version.
+        self.policy = PolicyDesk(self.store, runner, self.signals.work, self.signals.results)
+        self.pacer = Pacer(self.store, settings.pacing_seconds)
         self.events = Events(self.store, self.signals.events, self.stopping, keep=settings.events)
         self.retention = Retention(
             self.store,
@@ -64,6 +67,7 @@ class Service:
             self.segments,
             runner,
             self.policy,
+            self.pacer,
             self.signals,
             self.metrics,
             quarantine_deaths=settings.quarantine_deaths,
@@ -89,6 +93,7 @@ class Service:
             # Before sampling is paused, if it was.
             self.problems = await self.runner.probe()
             await self.policy.restore()
+            await self.pacer.restore()
             lost = await self.scheduler.recover()
             orphans = await self.retention.collect_orphans()
             if lost or orphans:
@@ -171,6 +176,20 @@ class Service:
 
     async def lease(self, wish: Wish, wait: float, gone: asyncio.Event | None = None) -> Results:
         """Waits for the first result, at most so long. Whoever is gone gets nothing: it would be his for a whole lease."""
+        if wish.groups_per_update is None:
+            return await self._lease(wish, wait, gone)
+        if wish.unit is not Unit.GROUP:
+            raise Invalid("is declared by consumers of groups: unit=group", field="groups_per_update")
+        self.pacer.active = True
+        self.pacer.asks(wish.consumer)
+        found = None
+        try:
+            found = await self._lease(wish, wait, gone)
+        finally:
+            self.pacer.answered(wish.consumer, len(found.results) if found is not None else 0)
+        return found
+
+    async def _lease(self, wish: Wish, wait: float, gone: asyncio.Event | None) -> Results:
         clock = asyncio.get_running_loop().time
         until = clock() + min(wait, self.settings.wait_seconds)
         dropped = 0
@@ -183,6 +202,8 @@ class Service:
             dropped += found.dropped
             unit = wish.unit.value
             self.metrics.dropped.labels(unit).inc(found.dropped)
+            for one in found.passed:
+                self.pacer.bias.add(wish.consumer, one)
             self.metrics.flagged.labels(unit).inc(found.flagged)
             left = until - clock()
             if found.results or self.stopping.is_set() or (left <= 0 and not found.more):
@@ -192,7 +213,10 @@ class Service:
             if not found.more:
                 if found.next_expiry is not None:
                     left = min(left, max(0.01, found.next_expiry - time.time()))
+                began = clock()
                 await self.signals.results.wait(count, left)
+                if found.withheld:
+                    self.pacer.withheld(wish.consumer, clock() - began)
 
     async def release(self, consumer: str) -> int:
         """Give back what a consumer holds: it comes again at once."""
@@ -200,9 +224,15 @@ class Service:
         self.signals.results.give()
         return released
 
-    async def ack(self, consumer: str, result_ids: Sequence[str]) -> Acked:
-        acked = await self.delivery.ack(consumer, result_ids, now=time.time())
+    async def ack(self, consumer: str, result_ids: Sequence[str], unusable: Sequence[str] = ()) -> Acked:
+        version = self.policy.now.version
+        acked, done = await self.delivery.ack(consumer, result_ids, unusable, version=version, now=time.time())
         self.metrics.acked.inc(len(acked.acked))
+        for one in done:
+            self.pacer.bias.add(consumer, one)
+        if self.pacer.active:
+            self.signals.work.give()
+            self.signals.results.give()
         return acked
 
     # For people
@@ -235,6 +265,7 @@ class Service:
         metrics.held.set(bool(self.scheduler.held))
         metrics.broken.set(bool(self.scheduler.broken))
         metrics.breakers(self.runner.breakers)
+        metrics.pacing(self.pacer)
         metrics.disk_free.set((await asyncio.to_thread(shutil.disk_usage, self.settings.data)).free)
         try:
             metrics.consumers(await reading.consumers(self.store))

@@ -55,10 +55,13 @@ tasks = Table(
     Column("grouped", Boolean, nullable=False),
     Column("created", Float, nullable=False),
     Column("updated", Float, nullable=False),
+    Column("version", BigInteger),
+    Column("started", Float),
     Index("tasks_by_state", "state", "number"),
     Index("tasks_by_age", "updated"),
 )
-"""`grouped`: the group's result is published, and no sample counts for it any more."""
+"""`grouped`: the group's result is published, and no sample counts for it any more. `version` and `started`: the policy
+version and the time when its first session was taken from the queue."""
 
 sessions = Table(
     "sessions",
@@ -143,9 +146,14 @@ consumers = Table(
     Column("created", Float, nullable=False),
     Column("seen", Float, nullable=False),
     Column("prefix", String(512), nullable=False, server_default=""),
+    Column("groups_per_update", Integer),
+    Column("max_staleness", Integer),
+    Column("used_version", BigInteger, nullable=False, server_default="0"),
+    Column("used", BigInteger, nullable=False, server_default="0"),
 )
 """A result at or below the cursor is done with, unless there is a lease for it. `prefix` is how the ids of those tasks begin
-that the consumer follows."""
+that the consumer follows. A consumer with `groups_per_update` paces admission to `max_staleness`; `used` counts the groups
+that it has used under the policy version `used_version`."""
 
 leases = Table(
     "leases",
@@ -157,6 +165,7 @@ leases = Table(
     Column("delivery", Integer, nullable=False),
     Index("leases_by_end", "consumer", "unit", "until"),
 )
+"""`delivery` 0: the consumer's cursor has passed the result, and it was not handed out yet (pacing)."""
 
 events = Table(
     "events",

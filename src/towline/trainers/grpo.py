@@ -3,8 +3,9 @@
     submit groups ahead ─▶ lease finished groups ─▶ learn ─▶ checkpoint ─▶ acknowledge ─▶ push weights, version + 1 ─▶ again
 
 Rollouts go on while it learns: `ahead` updates' worth of groups are always under way, sampled by whatever weights the
-engine has at the moment; each token says which. Groups older than `max_staleness` versions are dropped and counted. With
-`synchronous` nothing is under way while it learns, and every token is of the newest version.
+engine has at the moment; each token says which. The service starts sessions at the pace of the updates, so that no group
+is older than `max_staleness` versions; one that is all the same is dropped and counted. With `synchronous` nothing is under
+way while it learns, and every token is of the newest version.
 
 Order, so that a kill at any moment loses nothing and uses nothing twice: the results of an update are in the checkpoint
 before they are acknowledged; after a restart they are acknowledged again and passed over if they come again, and what
@@ -14,6 +15,7 @@ checkpoint as well: dropping one is using it. Task names are counted there, so s
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections import Counter
@@ -24,13 +26,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from towline.client import Client, Delivered
+from towline.client import Client, Conflict, Delivered
 from towline.crashpoints import crash_point
 from towline.errors import TowlineError
-from towline.schema import FailureTally, Reward, SessionState, Stale, Task, Trajectory, Unit
+from towline.schema import ConsumerPace, FailureTally, Reward, SessionState, Stale, Task, Trajectory, Unit
 from towline.trainers.advantages import turn_rewards
 from towline.trainers.learner import Learner, Update
 
+log = logging.getLogger("towline.trainers")
 _EVIDENCE = 16
 """Fewest sessions that have to end before the share of failed ones can end a run."""
 _PATIENCE = 4
@@ -61,6 +64,8 @@ class GrpoSettings:
     """Updates' worth of groups that are under way besides those that the next update waits for."""
     synchronous: bool = False
     max_staleness: int | None = 4
+    pacing: bool = True
+    """Whether the service starts sessions at the pace of the updates, or as fast as it can."""
     lease: float = 600.0
     """Seconds that an update may take before its results are handed out again."""
     max_failed: float = 1.0
@@ -128,6 +133,8 @@ class Grpo:
     sessions: int = 0
     failures: FailureTally = field(default_factory=FailureTally)
     """Of the sessions that this process has seen the end of."""
+    _pace: dict[str, Any] = field(default_factory=dict)
+    """What the run declares as a consumer besides its name."""
     _used: set[str] = field(default_factory=set)
     _failed: list[str] = field(default_factory=list)
     """Tasks whose groups are incomplete, since the last that was not."""
@@ -148,14 +155,42 @@ class Grpo:
             self._used = set(extra["used"])
             if self._used:
                 self.client.ack(self.settings.run, sorted(self._used))
+        self._declare()
         self.client.release(self.settings.run)
         self._push()
+
+    def _declare(self) -> None:
+        """Make the run known as a consumer before its first task, so that no session starts too early."""
+        settings = self.settings
+        if not settings.pacing or settings.max_staleness is None:
+            return
+        # Its own tasks only: the service does not hold up measurements, which nobody leases.
+        pace: dict[str, Any] = {"prefix": f"{settings.run}/", "groups_per_update": settings.groups}
+        try:
+            self.client.lease(
+                settings.run,
+                Unit.GROUP,
+                max=0,
+                wait=0.0,
+                max_staleness=settings.max_staleness,
+                stale=Stale.FLAG,
+                **pace,
+            )
+        except Conflict as error:
+            log.warning("no pacing, old groups are dropped: this run was begun by an older Towline (%s)", error)
+            return
+        self._pace = pace
+
+    def pacing(self) -> ConsumerPace | None:
+        """What pacing did to the run so far, and how durations and training go together."""
+        found = self.client.pacing().consumers if self._pace else []
+        return next((one for one in found if one.consumer == self.settings.run), None)
 
     def step(self) -> Step:
         """One update."""
         began = time.perf_counter()
         self._submit()
-        groups, used = self._collect()
+        groups, used, passed = self._collect()
         came = time.perf_counter()
         self.doing("learning")
         update = self.learner.update(self._shuffled(groups) if self.settings.permute else groups)
@@ -164,7 +199,7 @@ class Grpo:
         self._checkpoint(used)
         learned = time.perf_counter()
         crash_point("trainer.before_ack")
-        self.client.ack(self.settings.run, used)
+        self.client.ack(self.settings.run, used, unusable=passed)
         crash_point("trainer.before_push")
         self._push()
         pushed = time.perf_counter()
@@ -200,9 +235,9 @@ class Grpo:
     def _named(task: Task, task_id: str) -> Task:
         return task.model_copy(update={"task_id": task_id})
 
-    def _collect(self) -> tuple[dict[str, list[Trajectory]], list[str]]:
-        """Enough groups for an update, by task, and the ids of all results that are done with: those, old ones, and
-        incomplete ones."""
+    def _collect(self) -> tuple[dict[str, list[Trajectory]], list[str], list[str]]:
+        """Enough groups for an update, by task, the ids of all results that are done with, and those among them that are
+        not learned from: old ones, and incomplete ones."""
         settings = self.settings
         groups: dict[str, list[Trajectory]] = {}
         used: list[str] = []
@@ -217,6 +252,7 @@ class Grpo:
                 lease=settings.lease,
                 max_staleness=settings.max_staleness,
                 stale=Stale.FLAG,
+                **self._pace,
             )
             for delivered in stream:
                 if delivered.result_id in self._used or delivered.result_id in used:
@@ -244,7 +280,7 @@ class Grpo:
                 self._give_up(passed)
             self._check_failures(passed)
             self._submit()
-        return groups, used
+        return groups, used, passed
 
     def _tally(self, delivered: Delivered) -> None:
         """Count a group's sessions; those that it lacks are asked for."""
@@ -261,13 +297,13 @@ class Grpo:
         most = self.settings.max_failed
         if self.failures.sessions >= _EVIDENCE and self.failures.exceeds(most):
             self._checkpoint(passed)
-            self.client.ack(self.settings.run, passed)
+            self.client.ack(self.settings.run, passed, unusable=passed)
             raise TooManyFailed(self.failures.message(most))
 
     def _give_up(self, passed: Sequence[str]) -> NoReturn:
         """Say why groups fail. Those are done with, so that a run that is taken up again does not begin with them."""
         self._checkpoint(passed)
-        self.client.ack(self.settings.run, passed)
+        self.client.ack(self.settings.run, passed, unusable=passed)
         reasons: Counter[str] = Counter()
         for task_id in self._failed[-_PATIENCE:]:
             for session in self.client.task(task_id).sessions:

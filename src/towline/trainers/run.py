@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from towline.schema import Task, Trajectory
+from towline.schema import ConsumerPace, Task, Trajectory
 from towline.trainers.grpo import Grpo, Step, mean_reward, play
 from towline.trainers.metrics import Metrics
 
@@ -53,6 +53,8 @@ class Run:
     played: list[Trajectory] = field(default_factory=list)
     """The sessions of the last measurement."""
     last: Step | None = None
+    pacing: ConsumerPace | None = None
+    """At the end of the run, if it was paced."""
 
     def run(self) -> None:
         """All steps that are left to do."""
@@ -71,6 +73,7 @@ class Run:
             self.stepped(self.last)
             if version == steps or version in self.measure_at:
                 self._measure()
+        self.pacing = trainer.pacing()
 
     def _measure(self, *, write: bool = True) -> None:
         if not self.held_out:
@@ -90,4 +93,5 @@ class Run:
         return {
             "success": [one.as_json() for one in self.measurements],
             "last": self.last.as_json() if self.last is not None else None,
+            "pacing": self.pacing.model_dump(mode="json") if self.pacing is not None else None,
         }
