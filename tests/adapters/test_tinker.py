@@ -38,7 +38,7 @@ def test_the_importance_sampling_loss_of_unmoved_weights_is_the_sum_of_advantage
     made, advantages = datums(by_group(sessions), scale="none")
     total = sum(float(datum.loss_fn_inputs["advantages"].to_numpy().sum()) for datum in made)
     expected = sum(advantages.sessions[one.session_id] * one.traces[0].trained_tokens for one in sessions)
-    assert total == pytest.approx(expected, rel=1e-4)
+    assert total == pytest.approx(expected, rel=1e-4, abs=1e-2)
 
 
 def test_every_trace_of_a_session_is_a_datum_and_the_session_counts_once() -> None:

@@ -84,8 +84,11 @@ def trainer_of(service: Service, worker: TowlineWorker, out: Path) -> AsyncGRPOT
     )
 
 
-def test_two_steps_change_the_weights_and_the_engine_gets_them(service: Service, tmp_path: Path) -> None:
-    worker = worker_of(service, tmp_path)
+@pytest.mark.parametrize("pace", [{}, {"groups_per_update": 2, "max_staleness": 2}], ids=["ahead", "paced"])
+def test_two_steps_change_the_weights_and_the_engine_gets_them(
+    service: Service, tmp_path: Path, pace: dict[str, int]
+) -> None:
+    worker = worker_of(service, tmp_path, **pace)
     trainer = trainer_of(service, worker, tmp_path / "out")
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     version = service.client.policy().version

@@ -7,7 +7,7 @@ paused for it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ class TowlineWeights:
         self.client = client
         self.folder = folder.absolute()
         self.config = config
+        self.before_push: Callable[[], None] = lambda: None
+        """Called before the service gets a new version."""
 
     def push(self, named: Iterable[tuple[str, Tensor]], config: str) -> int:
         """Load these weights into the engine, under the version after the one it has; that version."""
@@ -44,6 +46,7 @@ class TowlineWeights:
         # Copies, since tied weights may come under two names and a file must not hold one tensor twice.
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in named}
         save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        self.before_push()
         self.client.update_weights(place, version)
         for old in self.folder.glob("v*"):
             if old.name[1:].isdecimal() and int(old.name[1:]) <= version - _KEPT:

@@ -5,8 +5,9 @@ Every trace of a session is a row with the session's advantage, computed here ov
 truly that old. Groups that carry no gradient (dropped whole, too small, equal rewards) and sessions without a score are not
 handed over; the trainer's log has them as `towline/…_total`.
 
-A result is acknowledged when its rows are in the buffer. TRL keeps no record of what it took from there, so a trainer that
-is killed loses what lay in the buffer, and a run that is started again begins its tasks anew.
+A result is acknowledged when its rows are in the buffer; with `groups_per_update` when TRL has taken them from there, before
+the next weights are pushed. TRL keeps no record of what it took, so a trainer that is killed loses what lay in the buffer,
+and a run that is started again begins its tasks anew.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import queue
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from towline.client import Client, ClientError, Delivered
 from towline.errors import TowlineError
-from towline.schema import Start, Task, Unit
+from towline.schema import Stale, Start, Task, Unit
 from towline.trainers.advantages import Scale, group_advantages
 from towline.trainers.packing import SplitRow, check_temperature, split_rows
 from towline.trainers.trl.weights import TowlineWeights
@@ -47,6 +49,9 @@ class TowlineWorker:
     `tasks` gives the n-th task of the run, without end; its `num_samples` is the size of the group. `ahead` groups are under
     way at any time. `model` is the folder that the trainer's model was loaded from, `weights` a folder that the service sees
     too. At most `buffered` rows wait for the trainer. `temperature` is the trainer's, and sessions must be sampled at it.
+
+    With `groups_per_update`, the groups that TRL trains on between two weight transfers, and `max_staleness`, which should
+    be TRL's own, the service starts sessions at the trainer's pace, so that TRL has no stale rows to drop.
     """
 
     def __init__(
@@ -62,6 +67,8 @@ class TowlineWorker:
         temperature: float = 1.0,
         lease: float = 600.0,
         run: str | None = None,
+        groups_per_update: int | None = None,
+        max_staleness: int | None = None,
     ):
         self.client = client
         self.tasks = tasks
@@ -71,6 +78,19 @@ class TowlineWorker:
         self.temperature = temperature
         self.lease = lease
         self.run = run or f"trl-{uuid.uuid4().hex[:12]}"
+        self.pace: dict[str, Any] = {}
+        """What the worker declares as a consumer."""
+        if groups_per_update is not None:
+            self.pace = {
+                "groups_per_update": groups_per_update,
+                "max_staleness": max_staleness,
+                "stale": Stale.FLAG,  # TRL drops what is too old all the same
+                "prefix": f"{self.run}/",
+            }
+            self.weights.before_push = self._ack_taken
+        self._handed: deque[tuple[str, int]] = deque()
+        """Results that are not acknowledged, and how many rows had been put when theirs were."""
+        self._rows = 0
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(buffered)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._under_way: dict[str, tuple[int, Task]] = {}
@@ -89,7 +109,7 @@ class TowlineWorker:
         self._alive_at = time.monotonic()
         self._stopping.clear()
         # A consumer of its own that begins here: results of earlier runs are not for it.
-        self.client.lease(self.run, Unit.GROUP, max=1, wait=0.0, start=Start.NOW)
+        self.client.lease(self.run, Unit.GROUP, max=0, wait=0.0, start=Start.NOW, **self.pace)
         self._thread = threading.Thread(target=self._work, name="towline-rollouts", daemon=True)
         self._thread.start()
 
@@ -122,10 +142,13 @@ class TowlineWorker:
                 self._alive_at = time.monotonic()
                 self._submit()
                 for delivered in self._finished():
-                    self._hand_over(delivered)
+                    rows = self._hand_over(delivered)
                     if self._stopping.is_set():
                         return
-                    self.client.ack(self.run, [delivered.result_id])
+                    if self.pace and rows:
+                        self._handed.append((delivered.result_id, self._rows))
+                    else:
+                        self.client.ack(self.run, [delivered.result_id], unusable=[] if rows else [delivered.result_id])
                     self._submit()
         except BaseException as error:
             self._error = error
@@ -139,15 +162,27 @@ class TowlineWorker:
             self._under_way |= named
             self._submitted += len(named)
 
+    def _ack_taken(self) -> None:
+        """Acknowledge the groups whose rows TRL has taken from the buffer: the weights to come have learned from them."""
+        taken = self._rows - self.rollout_buffer.qsize()
+        done = []
+        while self._handed and self._handed[0][1] <= taken:
+            done.append(self._handed.popleft()[0])
+        if done:
+            self.client.ack(self.run, done)
+
     def _finished(self) -> Iterator[Delivered]:
-        for delivered in self.client.results(self.run, Unit.GROUP, idle=_POLL, limit=self.ahead, lease=self.lease):
+        stream = self.client.results(self.run, Unit.GROUP, idle=_POLL, limit=self.ahead, lease=self.lease, **self.pace)
+        for delivered in stream:
             if delivered.task_id in self._under_way:
                 yield delivered
             else:
                 # Of another trainer: every consumer sees every result.
                 self.client.ack(self.run, [delivered.result_id])
 
-    def _hand_over(self, delivered: Delivered) -> None:
+    def _hand_over(self, delivered: Delivered) -> int:
+        """Put the group's rows into the buffer; how many."""
+        before = self._rows
         number, task = self._under_way.pop(delivered.task_id)
         # TRL has one advantage a row: rewards of single turns have no place in it.
         found = group_advantages({delivered.task_id: delivered.trajectories}, scale=self.scale, turn_weight=0.0)
@@ -161,12 +196,14 @@ class TowlineWorker:
                     self._put(self._sample(row, advantage, number, task.instruction, figures))
         counted = {"unscored_sessions": found.unscored, "small_groups": found.small, "equal_groups": found.equal}
         self.metrics_queue.put({f"towline/{name}_total": float(count) for name, count in counted.items()})
+        return self._rows - before
 
     def _put(self, sample: RolloutSample) -> None:
         while not self._stopping.is_set():
             self._alive_at = time.monotonic()
             with contextlib.suppress(queue.Full):
                 self.rollout_buffer.put(sample, timeout=_POLL)
+                self._rows += 1
                 return
 
     def _sample(
