@@ -62,8 +62,9 @@ test-harnesses: assets system harnesses ## Run the real Codex, Claude Code, Qwen
 test-crashes: setup test-system ## Kill a server with real sandboxes at every named point and at random, on both databases
 	$(BIN)/python -m pytest tests/server/test_server_crash.py --all-crashes --timeout 3000 -n0 $(PYTEST_ARGS)
 
+# Mostly waiting: more processes than cores.
 test-faults: setup system ## Fail the engine in ten ways under serve, eval and train: nothing that failed is scored
-	$(BIN)/python -m pytest tests/faults $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/faults -n 4 --max-worker-restart=0 $(PYTEST_ARGS)
 
 test-training: setup system ## Train the tiny model for some minutes: it learns, and with shuffled rewards it does not
 	$(BIN)/python -m pytest tests/e2e/training $(PYTEST_ARGS)
