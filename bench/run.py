@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from towline.benchmarks import continuing, load, overlap, queue, sandboxes
+from towline.benchmarks import continuing, load, overlap, pacing, queue, sandboxes
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ BENCHMARKS = {
     "load": Benchmark(load.run, load.render),
     "sandboxes": Benchmark(sandboxes.run, sandboxes.render),
     "overlap": Benchmark(overlap.run, overlap.render),
+    "pacing": Benchmark(lambda target, progress: pacing.run(), pacing.render),
     "queue": Benchmark(lambda target, progress: queue.run(report=progress), queue.render),
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from towline.benchmarks import continuing, load
+from towline.benchmarks import continuing, load, pacing
 from towline.benchmarks.spans import Stopwatch, Tally, wrapped
 from towline.errors import ConfigError, TowlineError
 from towline.tokens.template import SentinelCodec
@@ -126,3 +126,16 @@ def test_moments_count_for_the_innermost_part_and_wrappers_go_away() -> None:
     assert tally.counts == {"calls": 2}
     with pytest.raises(KeyError), wrapped([(Work, "gone", watch.timing("gone"))]):
         pass
+
+
+def test_pacing_trains_on_slow_tasks_as_much_as_they_are_submitted() -> None:
+    plan = pacing.Plan(updates=6, groups=4, shortest=0.02, longest=0.4, slots=24, seed=5)
+    result = pacing.run(plan)
+    assert json.loads(json.dumps(result)) == result
+    assert all(result["within"].values()), result
+    drop, paced = (result["modes"][mode] for mode in pacing.MODES)
+    assert paced["submitted_groups"] == paced["trained_groups"] == drop["trained_groups"] == 24
+    assert drop["submitted_groups"] >= 24 + drop["dropped_groups"]
+    page = shown(pacing.render, result)
+    assert "share of trained groups" in page
+    assert "slot time lost to pacing" in page

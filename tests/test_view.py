@@ -157,6 +157,16 @@ def test_without_a_tokenizer_it_shows_ids() -> None:
     assert "first reply" not in text
 
 
+def test_settings_of_turns_are_shown_where_they_differ() -> None:
+    first = turn(0, None, "prompt", "cold", temperature=0.3, top_p=0.9)
+    second = turn(1, first, "more", "warm")
+    plain, _ = show(trajectory([first, second], [row([first, second], {0, 1}, trace_id="r")]))
+    assert "temperature 0.3  top-p 0.9" in plain
+    assert "temperature 0.3, 1" in plain
+    assert "#0 trained at 0.3 4" in plain
+    assert "#1 trained at 1 4" in plain
+
+
 def test_failures_are_told_apart_from_zero() -> None:
     text, _ = show(trajectory([], [], state=SessionState.FAILED, error="image not found", end_reason=None))
     assert "image not found" in text

@@ -39,6 +39,7 @@ def test_it_learns_checkpoints_and_goes_on(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = train(model, out, 1)
     assert first["last"]["version"] == 1
+    assert (first["pacing"]["groups_per_update"], first["pacing"]["max_staleness"]) == (2, 4)
     assert [one["step"] for one in first["success"]] == [0, 1]
     assert all(0.0 <= one["success"] <= 1.0 for one in first["success"])
     again = train(model, out, 2)

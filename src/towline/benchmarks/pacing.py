@@ -82,12 +82,12 @@ def run(plan: Plan | None = None, *, report: Callable[[int, int, str], None] = l
         with tempfile.TemporaryDirectory(prefix="towline-pacing-") as folder:
             modes[mode] = asyncio.run(_run(plan, Path(folder), paced=mode == "paced"))
     paced = modes["paced"]
-    held = (
-        abs(paced["slowest"]["difference_points"]) <= POINTS
-        and paced["max_staleness"] <= plan.max_staleness
-        and not paced["dropped_groups"]
-    )
-    return {"plan": asdict(plan), "modes": modes, "within": held, "within_points": POINTS}
+    within = {
+        "slowest_quarter": abs(paced["slowest"]["difference_points"]) <= POINTS,
+        "staleness": paced["max_staleness"] <= plan.max_staleness,
+        "nothing_dropped": not paced["dropped_groups"],
+    }
+    return {"plan": asdict(plan), "modes": modes, "within": within, "within_points": POINTS}
 
 
 def render(result: dict[str, Any], console: Console) -> None:

@@ -87,7 +87,7 @@ def bench_pacing(
         print(json.dumps(result))
     else:
         pacing.render(result, Console())
-    raise typer.Exit(0 if result["within"] else 1)
+    raise typer.Exit(0 if all(result["within"].values()) else 1)
 
 
 @bench_app.command("builders")

@@ -42,6 +42,7 @@ class Pacer:
         self.withheld_seconds: dict[str, float] = {}
         """Seconds that a consumer waited while finished groups were withheld for older ones."""
         self._asking: dict[str, _Asking] = {}
+        self._barren: set[frozenset[str]] = set()
         self._idle = (0, clock())
 
     async def restore(self) -> None:
@@ -56,13 +57,20 @@ class Pacer:
         """The gate for one claim; `None` if nobody paces."""
         if not self.active:
             return None
-        consumers = await self._consumers(tx, version)
-        return PaceGate(consumers, self._starved()) if consumers else None
+        consumers, started = await self._consumers(tx, version)
+        return PaceGate(consumers, started, self._starved(), self._barren) if consumers else None
 
-    async def _consumers(self, tx: AsyncConnection, version: int) -> list[paced.PacedConsumer]:
+    def submitted(self) -> None:
+        """Tasks came that may be started."""
+        # A claim that looked before they came keeps its own set.
+        self._barren = set()
+
+    async def _consumers(self, tx: AsyncConnection, version: int) -> tuple[list[paced.PacedConsumer], list[str]]:
+        """The consumers that pace, and the tasks that were started."""
         rows = await paced.paced_rows(tx, time.time(), self.lapse)
         started = await paced.running(tx) if rows else []
-        return [await paced.paced_consumer(tx, row, started, version) for row in rows]
+        found = [await paced.paced_consumer(tx, row, started, version) for row in rows]
+        return found, [task.task_id for task in started]
 
     def idle(self, slots: int) -> None:
         """So many slots are empty from now on because of pacing."""
@@ -104,7 +112,7 @@ class Pacer:
     async def status(self, version: int) -> Pacing:
         self.idle(self._idle[0])
         async with self.store.write() as tx:
-            found = await self._consumers(tx, version) if self.active else []
+            found, _ = await self._consumers(tx, version) if self.active else ([], [])
         return Pacing(
             idle_slot_seconds=self.idle_seconds,
             consumers=[

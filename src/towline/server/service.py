@@ -157,6 +157,7 @@ class Service:
             error.retry_after = 5.0
             raise
         self.scheduler.waiting += waiting
+        self.pacer.submitted()
         self.metrics.tasks.inc(sum(answer.created for answer in answers))
         self.signals.work.give()
         self.signals.events.give()
