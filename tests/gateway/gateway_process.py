@@ -147,7 +147,7 @@ def _run_gateway(codec: Any, order: dict[str, Any]) -> None:
     class Unrepeatable(ScriptedEngine):
         """No two samples are the same, in whatever process."""
 
-        def _say(self, request: SampleRequest) -> Say:
+        async def _say(self, request: SampleRequest) -> Say:
             assert request.request is not None
             if request.request.messages[-1].text == "break":
                 raise RuntimeError("this was not foreseen")

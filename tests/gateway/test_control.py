@@ -14,7 +14,8 @@ from gateway_rig import Opened, Rig, Start, Wire, assert_one_chain, chat, eventu
 
 from towline.conversation import Finish, Request
 from towline.engines.scripted import Say
-from towline.schema import Trajectory
+from towline.errors import EngineError
+from towline.schema import FailureReason, SessionState, Trajectory
 from towline.tokens.codec import Codec
 
 ARROW = "application/vnd.apache.arrow.stream"
@@ -289,3 +290,26 @@ async def test_a_client_may_leave_while_the_policy_is_paused(start: Start) -> No
         trajectory = await rig.seal(session)
     assert [len(turn.sampled) > 0 for turn in trajectory.turns] == [True, False]
     assert len(trajectory.traces) == 1
+
+
+async def test_a_sealed_session_says_that_the_engine_failed_it(start: Start) -> None:
+    """For callers without a node: a session whose last call the engine failed is no result."""
+    broken = True
+
+    def script(_: Request) -> Say:
+        if broken:
+            raise EngineError("the GPU fell off the bus")
+        return Say("fine")
+
+    async with start(script) as rig:
+        answered, failed = await rig.open(), await rig.open()
+        for session in (answered, failed):
+            assert (await rig.post(session, chat(user("hi"))))[0] == 503
+        broken = False
+        assert (await rig.post(answered, chat(user("hi"))))[0] == 200
+        assert (await rig.call("GET", f"/v1/sessions/{failed.id}"))[1]["failed_calls"] == 1
+        assert (await rig.seal(answered)).state is SessionState.DONE
+        sealed = await rig.seal(failed)
+    assert sealed.state is SessionState.FAILED
+    assert sealed.failure is FailureReason.ENGINE
+    assert "the GPU fell off the bus" in (sealed.error or "")

@@ -36,7 +36,7 @@ from towline.tokens.codec import Codec
 class Nonced(ScriptedEngine):
     """Every reply names the session that it is for, as the engine was told."""
 
-    def _say(self, request: SampleRequest) -> Say:
+    async def _say(self, request: SampleRequest) -> Say:
         assert request.request is not None
         turn = sum(message.role == "assistant" for message in request.request.messages)
         chance = random.Random(f"{request.id}")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from towline.errors import TowlineError
 from towline.schema import TRAINED_ROLES, TurnRole
 from towline.tokens import roles
 from towline.tokens.graph import Graph, Node
@@ -35,6 +36,20 @@ class FailedCall:
     at_fault: bool = False
     """The turn itself is held to be what makes the engine fail."""
     at: float = field(default_factory=time.monotonic)
+
+    @property
+    def text(self) -> str:
+        what = "stalled" if self.failure == "stall" else "failed"
+        return f"a model call of engine {self.engine} {what} and was never answered: {self.error}"
+
+
+def identity_of(node: Node) -> Identity:
+    return node.request_hash, node.key
+
+
+def failure_of(error: BaseException) -> str:
+    """The `FailureReason` that an error stands for."""
+    return error.failure if isinstance(error, TowlineError) else "storage" if isinstance(error, OSError) else "internal"
 
 
 class Calls:

@@ -97,7 +97,8 @@ class Control:
             raise SessionError(422, f"end_reason must be one of {', '.join(EndReason)}") from error
         trajectory = await self.gateway.seal(request.path_params["id"], end_reason)
         report = trajectory.report.model_dump(mode="json")
-        return JSONResponse({"id": trajectory.session_id, "error": trajectory.error, "report": report})
+        about = {"id": trajectory.session_id, "state": trajectory.state, "failure": trajectory.failure}
+        return JSONResponse({**about, "error": trajectory.error, "report": report})
 
     async def trajectory(self, request: Request) -> Response:
         trajectory = self.gateway.trajectory(request.path_params["id"])
@@ -146,6 +147,7 @@ def _summary(session: Session) -> dict[str, Any]:
         "turns": len(session.graph.nodes),
         "in_flight": len(session.work),
         "sampled_tokens": session.sampled_tokens,
+        "failed_calls": len(session.calls.failed),
     }
 
 

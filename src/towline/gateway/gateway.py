@@ -32,7 +32,7 @@ from towline.gateway import records
 from towline.gateway.journal import Journal, Record, RecordError, SyncMode, encode
 from towline.gateway.lanes import Lane, Lanes
 from towline.gateway.session import Session
-from towline.schema import POLICY, BuilderName, EndReason, SessionState, Trajectory
+from towline.schema import POLICY, BuilderName, EndReason, FailureReason, SessionState, Trajectory
 from towline.tokens.assemble import assemble
 from towline.tokens.codec import Codec, Frame
 from towline.tokens.elsewhere import ElsewhereCodec
@@ -262,7 +262,9 @@ class Gateway:
         return trajectory
 
     def _write(self, session: Session, end_reason: EndReason) -> Trajectory:
-        trajectory = self.build(session, SessionState.DONE, end_reason, self._plain_prompts(session))
+        failed = session.failure
+        state = SessionState.DONE if failed is None else SessionState.FAILED
+        trajectory = self.build(session, state, end_reason, self._plain_prompts(session))
         try:
             trajectory.write(self._file(session.id))
         except OSError as error:
@@ -284,7 +286,7 @@ class Gateway:
         plain_prompts: dict[Node, Ids] | None = None,
     ) -> Trajectory:
         """Without `plain_prompts`, how a plain server would differ is not measured: that takes long for long sessions."""
-        settings = session.settings
+        settings, failed = session.settings, session.failure if state is SessionState.FAILED else None
         return assemble(
             session.graph,
             session_id=session.id,
@@ -296,6 +298,8 @@ class Gateway:
             ends=self._ends(session),
             state=state,
             end_reason=end_reason,
+            error=None if failed is None else failed.text,
+            failure=None if failed is None else FailureReason(failed.failure),
             plain_prompts=plain_prompts,
             tools={key: [tool.as_function() for tool in tools] for key, tools in session.tools.items()},
             template=self.codec.name,

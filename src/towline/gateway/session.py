@@ -23,17 +23,17 @@ from towline.config import SessionSettings
 from towline.conversation import Answer, Finish, Request, Tool, Usage
 from towline.crashpoints import crash_point
 from towline.dialects.base import Call, Dialect, Referring
-from towline.engines.base import ContextExceeded, Sample, SampleRequest, TurnAtFault
+from towline.engines.base import ContextExceeded, Sample, SampleRequest
 from towline.engines.pulse import Pulse
 from towline.errors import ApiError, EngineError, ErrorKind, TowlineError
 from towline.gateway import answers, records, sampling, turns
 from towline.gateway.budget import Budget
-from towline.gateway.calls import Calls, FailedCall, Identity
+from towline.gateway.calls import Calls, FailedCall, identity_of
 from towline.gateway.journal import Journal
 from towline.gateway.lanes import Lane, Lanes
 from towline.gateway.reading import Reader, Thread
 from towline.gateway.role_rules import ruled
-from towline.gateway.settling import problem_of
+from towline.gateway.settling import Settling
 from towline.gateway.waiting import Waiting
 from towline.images import Placeholder
 from towline.schema import Untrained
@@ -102,7 +102,7 @@ class Session:
         """By turn, while it is being sampled."""
         self.clock_holds = Budget()
         self._unwatch = self.hold(self.clock_holds)
-        self._settling: set[asyncio.Task[None]] = set()
+        self.settling = Settling(self)
         self.started = 0
         self.failures = 0
         """Turns that the engine failed; they count against no limit."""
@@ -429,7 +429,8 @@ class Session:
         except BaseException as error:
             # What is not in the journal is no answer, and no retry may get it.
             node.finish = Finish.ABORT
-            self._note_failure(node, error)
+            self.failures += isinstance(error, EngineError)
+            self.settling.note(node, error)
             raise
         self.graph.finish(node)
         for watcher in self.watchers:
@@ -449,14 +450,6 @@ class Session:
             del self.pulses[node.id]
         lane.report(None)
         return sampled
-
-    def _note_failure(self, node: Node, error: BaseException) -> None:
-        """A turn came to nothing; whether that counts against the infrastructure."""
-        self.failures += isinstance(error, EngineError)
-        if isinstance(error, (asyncio.CancelledError, ApiError, ContextExceeded)):
-            return
-        said, at_fault = str(error) or repr(error), isinstance(error, TurnAtFault)
-        self.calls.fail(FailedCall(failure_of(error), said, node.engine, _identity(node), node, at_fault))
 
     def _take(self, node: Node, wanted: SampleRequest, request: Request, sampled: Sample) -> None:
         expanded = any(not image.reported for image in node.images)
@@ -520,31 +513,12 @@ class Session:
     def release(self, turns_: Turns, grace: float) -> None:
         """The client got its answer, or left. A retry may pick up what was not delivered; without one, turns that nobody
         waits for end after `grace` seconds."""
-        self.waiting.leave(turns_.nodes, grace, self._orphaned)
-
-    def _orphaned(self, node: Node) -> None:
-        """Nobody waits for the turn: it ends, as soon as it is known whether its engine is at work on it."""
-        task = asyncio.get_running_loop().create_task(self._settle(node))
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
-
-    async def _settle(self, node: Node, *, ended: bool = False, patient: bool = False) -> None:
-        task, pulse = self.work.get(node.id), self.pulses.get(node.id)
-        if task is None or pulse is None:
-            return
-        problem = await problem_of(task, pulse, self.lanes[node.engine].holds, patient=patient)
-        if not ended and self.waiting.wanted(node):
-            return  # A retry has come for it.
-        if problem is not None:
-            self._note_failure(node, problem)
-        self._cancel(node)
-        await asyncio.wait((task,))
+        self.waiting.leave(turns_.nodes, grace, self.settling.orphaned)
 
     async def settle(self, *, patient: bool = False) -> None:
         """The harness has ended: find out for every turn in flight whether its engine was at work on it, and end it. With
         `patient`, the harness was ended from outside, so that an engine on hold has nothing to do with it."""
-        nodes = [self.graph.by_id[id] for id in self.work]
-        await asyncio.gather(*(self._settle(node, ended=True, patient=patient) for node in nodes))
+        await self.settling.settle(patient=patient)
 
     @property
     def failure(self) -> FailedCall | None:
@@ -561,7 +535,7 @@ class Session:
 
         return stop
 
-    def _cancel(self, node: Node) -> None:
+    def cancel(self, node: Node) -> None:
         """End a turn that still samples; from then on to its journal record it is not to be cut."""
         task = self.work.get(node.id)
         if task is not None and node.finish is None:
@@ -571,11 +545,10 @@ class Session:
         """No further turns in this process; those that still sample are cancelled, those finished stay."""
         self.stopping = True
         self.waiting.close()
-        for settling in self._settling:
-            settling.cancel()
+        self.settling.close()
         tasks = list(self.work.values())
         for id in list(self.work):
-            self._cancel(self.graph.by_id[id])
+            self.cancel(self.graph.by_id[id])
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def end(self) -> None:
@@ -602,17 +575,8 @@ class Session:
                 return ApiError(ErrorKind.UNAUTHORISED, "the session was sealed during this turn")
             return ApiError(ErrorKind.OVERLOADED, "the turn was interrupted", retry_after=1)
         for node in turns_.nodes:
-            self.calls.answered(_identity(node))
+            self.calls.answered(identity_of(node))
         return None
-
-
-def _identity(node: Node) -> Identity:
-    return node.request_hash, node.key
-
-
-def failure_of(error: BaseException) -> str:
-    """The `FailureReason` that an error stands for."""
-    return error.failure if isinstance(error, TowlineError) else "storage" if isinstance(error, OSError) else "internal"
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:

@@ -8,12 +8,63 @@ on hold, shows that the policy had no chance.
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
+from towline.engines.base import ContextExceeded, TurnAtFault
 from towline.engines.holds import Holds
 from towline.engines.pulse import Pulse
-from towline.errors import EngineError
+from towline.errors import ApiError, EngineError
+from towline.gateway.calls import FailedCall, failure_of, identity_of
+from towline.tokens.graph import Node
+
+if TYPE_CHECKING:
+    from towline.gateway.session import Session
 
 _MOMENT = 0.05
+
+
+class Settling:
+    """What becomes of a session's turns that come to nothing."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def note(self, node: Node, error: BaseException) -> None:
+        """A turn came to nothing: record it, unless that was the policy's or the harness's doing."""
+        if isinstance(error, (asyncio.CancelledError, ApiError, ContextExceeded)):
+            return
+        said, at_fault = str(error) or repr(error), isinstance(error, TurnAtFault)
+        failed = FailedCall(failure_of(error), said, node.engine, identity_of(node), node, at_fault)
+        self._session.calls.fail(failed)
+
+    def orphaned(self, node: Node) -> None:
+        """Nobody waits for the turn: it ends, as soon as it is known whether its engine is at work on it."""
+        task = asyncio.get_running_loop().create_task(self._settle(node))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def settle(self, *, patient: bool) -> None:
+        """Settle every turn in flight; their harness has ended."""
+        nodes = [self._session.graph.by_id[id] for id in self._session.work]
+        await asyncio.gather(*(self._settle(node, ended=True, patient=patient) for node in nodes))
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _settle(self, node: Node, *, ended: bool = False, patient: bool = False) -> None:
+        session = self._session
+        task, pulse = session.work.get(node.id), session.pulses.get(node.id)
+        if task is None or pulse is None:
+            return
+        problem = await problem_of(task, pulse, session.lanes[node.engine].holds, patient=patient)
+        if not ended and session.waiting.wanted(node):
+            return  # A retry has come for it.
+        if problem is not None:
+            self.note(node, problem)
+        session.cancel(node)
+        await asyncio.wait((task,))
 
 
 async def problem_of(task: asyncio.Task[None], pulse: Pulse, holds: Holds, *, patient: bool) -> EngineError | None:

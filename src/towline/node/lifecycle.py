@@ -53,8 +53,7 @@ class TurnFailed(TowlineError):
     """The harness ended, gave up or went on after a model call that the infrastructure failed."""
 
     def __init__(self, call: FailedCall):
-        what = "stalled" if call.failure == "stall" else "failed"
-        super().__init__(f"a model call of engine {call.engine} {what} and was never answered: {call.error}")
+        super().__init__(call.text)
         self.failure = call.failure
         self.call = call
 
