@@ -274,8 +274,9 @@ class BubblewrapRuntime:
             self._own_roots.close()
             self._roots = self._own_roots = None
         if self._instance is not None:
-            await asyncio.to_thread(self._instance.remove)
-            self._instance = None
+            # Let go of first: a call that is cancelled here must not leave it to be removed twice.
+            instance, self._instance = self._instance, None
+            await asyncio.to_thread(instance.remove)
 
 
 def _end(keeper: subprocess.Popen[bytes]) -> None:
