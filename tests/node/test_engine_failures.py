@@ -15,6 +15,7 @@ import pytest
 from node_rig import NodeRig, a_task, running_node, until
 
 from towline.conversation import Request, ToolCall
+from towline.dialects.chat import ChatDialect
 from towline.engines.base import EngineGone, PauseMode
 from towline.engines.pool import Pool
 from towline.engines.scripted import Say, Script, ScriptedEngine
@@ -158,6 +159,49 @@ async def test_a_failed_sub_agent_fails_the_session_though_main_goes_on(codec: C
     script = failing(lambda request, _: request.messages[0].role == "system")
     async with running_node(codec, tmp_path, script) as rig:
         failed(await one(rig, "delegate"), FailureReason.ENGINE, ANSWERED)
+
+
+@pytest.mark.parametrize("behaviour", ["summary", "transcript"])
+async def test_a_failed_summary_fails_the_session_though_main_goes_on(
+    behaviour: str, codec: Codec, tmp_path: Path
+) -> None:
+    script = failing(lambda request, _: "Summarise" in request.messages[-1].text)
+    async with running_node(codec, tmp_path, script) as rig:
+        failed(await one(rig, behaviour), FailureReason.ENGINE, ANSWERED)
+
+
+async def test_a_harness_that_runs_out_of_time_before_its_first_call_is_not_scored(
+    codec: Codec, tmp_path: Path
+) -> None:
+    """The policy was never asked."""
+    async with running_node(codec, tmp_path, works) as rig:
+        finished = await one(rig, "mute", timeouts={"run": 0.5})
+        assert finished.session.state is SessionState.FAILED
+        assert finished.session.failure is FailureReason.HARNESS
+        assert "ran out of time and made no model call" in (finished.session.error or "")
+        assert finished.trajectory.reward is None or finished.trajectory.reward.score is None
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+async def test_an_answer_that_the_gateway_cannot_write_fails_the_session(
+    repeated: bool, codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, times = ChatDialect.write, 0
+
+    def broken(self: ChatDialect, request: Request, answer: Any) -> Any:
+        nonlocal times
+        times += 1
+        if times == 2:
+            raise ZeroDivisionError("a defect of ours")
+        return write(self, request, answer)
+
+    monkeypatch.setattr(ChatDialect, "write", broken)
+    async with running_node(codec, tmp_path, works) as rig:
+        finished = await one(rig, "retry" if repeated else "pretend")
+        if repeated:
+            scored(finished, EndReason.EXITED, 1.0)
+        else:
+            failed(finished, FailureReason.INTERNAL, "a defect of ours")
 
 
 async def test_a_failed_session_is_tried_again(codec: Codec, tmp_path: Path) -> None:

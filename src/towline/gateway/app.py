@@ -258,6 +258,12 @@ class ProviderApp:
                 await self._stream(connection, session, dialect, turns)
             else:
                 await self._whole(connection, session, dialect, turns)
+        except (_Left, ApiError):
+            raise
+        except Exception as error:
+            # Sampled, and the client gets no answer all the same: nothing that the policy did.
+            session.undelivered(turns, error)
+            raise
         finally:
             session.release(turns, self.gateway.settings.orphan_seconds)
 

@@ -504,6 +504,11 @@ class Session:
             logprobs=lambda place: turns.token_logprobs(codec, nodes[place].sampled, nodes[place].logprobs.tolist()),
         )
 
+    def undelivered(self, turns_: Turns, error: Exception) -> None:
+        """The gateway failed to hand out turns that are done."""
+        for node in turns_.nodes:
+            self.settling.note(node, error)
+
     async def delivered(self, turns_: Turns) -> None:
         for node in turns_.nodes:
             if not node.delivered:

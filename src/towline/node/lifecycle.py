@@ -250,9 +250,11 @@ class Lifecycle:
         if flight.end_reason is not EndReason.CANCELLED:
             await self._check_calls(flight, session)
         nobody_called = not session.graph.nodes and prepared.harness.calls_model
-        if nobody_called and flight.end_reason in (EndReason.EXITED, EndReason.ERROR, EndReason.MEMORY):
+        if nobody_called and flight.end_reason in _FOLLOWED:
+            timed_out = flight.end_reason is EndReason.TIMEOUT
+            how = "ran out of time" if timed_out else f"ended with exit code {flight.exit_code}"
             raise NothingCaptured(
-                f"harness {prepared.harness.name} ended with exit code {flight.exit_code} and made no model call that "
+                f"harness {prepared.harness.name} {how} and made no model call that "
                 f"reached the gateway; it last said: {log.tail()[-1000:] or 'nothing'}"
             )
 

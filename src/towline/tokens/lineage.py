@@ -175,12 +175,13 @@ def _quoted(graph: Graph, request: Request) -> Node | None:
         asked = [m for m in request_of(node.root) if m.role == "user"]
         if not _replied(node) or not asked or fingerprint.of(asked[0], graph.noise) not in known:
             continue
-        if any(_quotes(message.text, node) for message in said):
+        if any(quotes(message.text, node) for message in said):
             return node
     return None
 
 
-def _quotes(text: str, node: Node) -> bool:
+def quotes(text: str, node: Node) -> bool:
+    """Whether a text quotes the reply of a turn: its words, or the strings of its calls."""
     reply = node.reply
     if reply is None:
         return False

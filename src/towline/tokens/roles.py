@@ -15,10 +15,12 @@ from towline.conversation import Message
 from towline.schema import ForkReason, Trajectory, Turn, TurnRole, Untrained
 from towline.tokens import fingerprint
 from towline.tokens.graph import Graph, Node
-from towline.tokens.lineage import QUOTED
+from towline.tokens.lineage import QUOTED, quotes
 
 _GOES_ON = (None, ForkReason.IMAGE_UNREPORTED)
 """Reasons of turns that simply go on, though their prompts are made anew."""
+_REWRITTEN = (ForkReason.HISTORY_EDITED, ForkReason.COMPACTION, ForkReason.UNMATCHED)
+"""Reasons of turns before which the harness changed the history."""
 _SUMMARISED = "its reply is the summary that another conversation starts from"
 _CHANGED = {
     ForkReason.TOOLS_CHANGED: "other tools",
@@ -36,9 +38,10 @@ class Part:
 
 
 def assign(graph: Graph, instruction: str | Sequence[str] = "", *, also: Collection[Node] = ()) -> dict[Node, Part]:
-    """A role for every finished turn. Those in `also` get the role that they had if they were delivered.
+    """A role for every finished turn. Those in `also` failed; they get the role that they had if they were answered.
 
-    A task of several steps has several instructions, in order.
+    What would have become of a reply that never came, nothing tells: a failed call that may have been for a summary of
+    main counts as one. A task of several steps has several instructions, in order.
     """
     trees: dict[Node, list[Node]] = {}
     for node in graph.nodes:
@@ -74,6 +77,7 @@ class _Cast:
     ):
         self.noise = graph.noise
         self.trees = trees
+        self.lost = also
         given = (instruction,) if isinstance(instruction, str) else instruction
         self.instruction, *self.later = [text.strip() for text in given] or [""]
         # What was rendered anew has no parent, but it went on all the same.
@@ -147,6 +151,8 @@ class _Cast:
         if _frozen(root):
             return Part(TurnRole.SIDE, "asked another engine about something else than main")
         if self.main.has_tools and not root.has_tools:
+            if root in self.lost and self._may_summarise(root):
+                return Part(TurnRole.COMPACTION, "failed; quotes main, whose history was then changed")
             return Part(TurnRole.SIDE, "no tools, beside a main with tools")
         return Part(TurnRole.SUBAGENT, "another conversation than main")
 
@@ -163,14 +169,23 @@ class _Cast:
         tools = before.root.has_tools or self.main.has_tools
         if root in self.summarised and not root.has_tools:
             return Part(TurnRole.COMPACTION, _SUMMARISED)
+        answered = not _calls(before) and root.system != before.system
+        if root in self.lost and not root.has_tools and not answered:
+            return Part(TurnRole.COMPACTION, f"failed; no tools over the history of #{before.index}")
         if self._beside(root, before):
             if tools and not root.has_tools:
                 return Part(TurnRole.SIDE, f"no tools over the history of #{before.index}, which goes on without it")
             return Part(TurnRole.SUBAGENT, f"over the history of #{before.index}, which goes on without it")
-        answered = not _calls(before) and root.system != before.system
         if tools and not root.has_tools and answered:
             return Part(TurnRole.SIDE, f"no tools and another system prompt after the answer of #{before.index}")
         return Part(self._known(before), f"continues #{before.index} under {how}")
+
+    def _may_summarise(self, root: Node) -> bool:
+        """Whether a failed call quotes a reply of main, whose history the harness changed afterwards."""
+        line = [node for other in self._line(self.main) for node in self.trees[other]]
+        said = "\n".join(message.text for message in root.new if message.role == "user")
+        changed = any(node.index > root.index and node.reason in _REWRITTEN for node in line)
+        return changed and any(node.index < root.index and quotes(said, node) for node in line)
 
     def _beside(self, root: Node, before: Node) -> bool:
         """Whether the conversation that this one left goes on without anything that was said here.

@@ -3,7 +3,8 @@
 `pretend` prints an answer of its own and ends well, `crash` ends with an exit code, `hang` sleeps, `retry` asks again until it
 is answered, `tell` puts the error into the conversation and goes on, `impatient` waits two seconds for each answer and then
 pretends. `title` asks for a title first and works without one, `delegate` hands its second step to a sub-agent and works
-without its result. `explode` fills its memory, `term` sends itself a signal.
+without its result. `summary` asks for a summary of its second step, `transcript` for one of the step as text; without one both
+drop the history. `mute` never asks for anything. `explode` fills its memory, `term` sends itself a signal.
 """
 
 import json
@@ -56,7 +57,20 @@ def attempt(behaviour, messages):
     return message
 
 
+def drop_history(behaviour, messages):
+    """Ask for a summary; without one, start from the instruction and a note."""
+    wish = "Summarise this."
+    if behaviour == "summary":
+        asked = [*messages, {"role": "user", "content": wish}]
+    else:
+        asked = [{"role": "system", "content": "You write."}, {"role": "user", "content": wish + json.dumps(messages)}]
+    if ask(asked, tools=False) is None:
+        messages[1:] = [{"role": "user", "content": "What you did so far is lost."}]
+
+
 def main(behaviour):
+    if behaviour == "mute":
+        time.sleep(600)
     if behaviour == "title":
         ask([{"role": "user", "content": "A title, please."}], tools=False)
     messages = [{"role": "user", "content": os.environ["TOWLINE_INSTRUCTION"]}]
@@ -78,6 +92,8 @@ def main(behaviour):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout + done.stderr})
         if step == 0 and behaviour == "delegate":
             ask([{"role": "system", "content": "You are a sub-agent."}, {"role": "user", "content": "Look around."}])
+        if step == 0 and behaviour in ("summary", "transcript"):
+            drop_history(behaviour, messages)
         if step == 0 and behaviour == "explode":
             kept = []
             while True:
