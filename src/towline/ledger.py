@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 
 from towline import locks
 from towline.errors import TowlineError
+from towline.quarantine import FOLDER, Quarantine
 from towline.schema import FailureReason, FailureTally, Model, SessionState, Task, Trajectory
 from towline.schema.files import write_atomically
 
@@ -126,7 +127,11 @@ class Ledger:
     def __init__(self, folder: Path, recipe: Mapping[str, Any]):
         """Open the folder's ledger, or begin one. The recipe is what all its samples share: model, policy, sampling."""
         self.folder = folder
+        self.quarantine = Quarantine(folder / FOLDER)
         folder.mkdir(parents=True, exist_ok=True)
+        for name in (LINES, RECIPE):
+            if (folder / name).is_dir():
+                self.quarantine.move(folder / name, "a file should be there")
         self._file: IO[bytes] = (folder / LINES).open("ab+")
         try:
             self._lock()
@@ -206,8 +211,12 @@ class Ledger:
             return
         try:
             before = json.loads(path.read_bytes())
+            if not isinstance(before, dict):
+                raise ValueError("it is no object")
         except ValueError as error:
-            raise LedgerError(f"{path} is not JSON: {error}") from error
+            self.quarantine.move(path, f"{error}; the settings of this run take its place")
+            before = recipe
+            write_atomically(path, json.dumps(recipe, indent=2, sort_keys=True).encode())
         plain = json.loads(json.dumps(recipe))
         different = sorted(name for name in {*before, *plain} if not _agree(before.get(name), plain.get(name)))
         if different:
@@ -222,19 +231,38 @@ class Ledger:
             self._file.truncate(whole)
         samples: dict[tuple[str, str, int], list[Sample]] = {}
         runs: list[tuple[float, float]] = []
-        for number, line in enumerate(data[:whole].splitlines(), 1):
+        good: list[bytes] = []
+        bad: list[str] = []
+        for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
             try:
                 fields = json.loads(line)
                 if "run" in fields:
                     runs.append((float(fields["run"]), 0.0))
-                    continue
-                sample = Sample.model_validate(fields)
+                else:
+                    sample = Sample.model_validate(fields)
+                    samples.setdefault(sample.key, []).append(sample)
+                    if runs:
+                        runs[-1] = (runs[-1][0], sample.at)
             except (ValueError, TypeError, ValidationError) as error:
-                raise LedgerError(f"{self.folder / LINES}, line {number}: {error}") from error
-            samples.setdefault(sample.key, []).append(sample)
-            if runs:
-                runs[-1] = (runs[-1][0], sample.at)
+                bad.append(f"line {number}: {error}")
+            else:
+                good.append(line + b"\n")
+        if bad:
+            self._without(good, bad)
         return samples, runs
+
+    def _without(self, good: list[bytes], bad: list[str]) -> None:
+        """Go on with the lines that can be read; the file as it was is kept. The samples of the others are run again."""
+        path = self.folder / LINES
+        self.quarantine.copy(path, f"{len(bad)} lines cannot be read, whose samples are run again; {bad[0]}")
+        write_atomically(path, b"".join(good))
+        self._file.close()
+        self._file = path.open("ab+")
+        self._lock()
+
+    def spoil(self, sample: Sample, why: str) -> None:
+        """The sample's trajectory cannot be read: it is kept elsewhere, and the sample is run again another time."""
+        self.quarantine.move(self.path(sample), why)
 
     def _missing_files(self) -> None:
         for key, lines in list(self._samples.items()):

@@ -52,5 +52,29 @@ def test_what_is_done_is_not_run_again_and_what_failed_is(tmp_path: Path) -> Non
     with pytest.raises(LedgerError, match="model was 'm' and is 'n'"):
         Ledger(tmp_path, {"model": "n"})
     (tmp_path / "progress.jsonl").write_text('{"what": 1}\n')
-    with pytest.raises(LedgerError, match="line 1"):
-        Ledger(tmp_path, {"model": "m"})
+    with Ledger(tmp_path, {"model": "m"}) as ledger:
+        assert len(ledger.missing([TASK])) == 3
+
+
+def test_damaged_lines_are_kept_and_their_samples_run_again(tmp_path: Path) -> None:
+    with Ledger(tmp_path, {"model": "m"}) as ledger:
+        for number in range(3):
+            trajectory(tmp_path, number)
+            ledger.add(sample(number))
+    lines = tmp_path / "progress.jsonl"
+    damaged = lines.read_bytes().replace(b'"sample": 1', b'"sampl\xff": 1')
+    lines.write_bytes(damaged)
+    (tmp_path / "recipe.json").write_bytes(b"{")
+    for _ in range(2):  # the second time there is nothing left to complain of
+        with Ledger(tmp_path, {"model": "m"}) as ledger:
+            assert [number for _, number in ledger.missing([TASK])] == [1]
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "quarantine").iterdir()}
+    assert kept == {"progress.jsonl": damaged, "recipe.json": b"{"}
+    with Ledger(tmp_path, {"model": "m"}) as ledger:
+        ledger.spoil(sample(0), "not an Arrow file")
+    with Ledger(tmp_path, {"model": "m"}) as ledger:
+        assert [number for _, number in ledger.missing([TASK])] == [0, 1]
+    lines.unlink()
+    lines.mkdir()
+    with Ledger(tmp_path, {"model": "m"}) as ledger:
+        assert len(ledger.missing([TASK])) == 3

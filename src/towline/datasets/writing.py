@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from towline.datasets import atif, rows, sharegpt
 from towline.datasets.accept import NAMES, Accept
 from towline.datasets.duplicates import Duplicates, fingerprint
+from towline.errors import TowlineError
 from towline.ledger import Ledger, Sample
 from towline.schema import SessionState, Task, Trajectory
 from towline.schema.files import dump_json
@@ -115,11 +116,16 @@ def _judged(
         trajectory, mark = None, ""
         verdict = verdict_of(sample, accept)
         if verdict == "accepted":
-            trajectory = Trajectory.read(ledger.path(sample))
-            mark = fingerprint(trajectory, duplicates)
-            if mark in seen:
-                verdict, trajectory = "duplicates", None
-            seen.add(mark)
+            try:
+                trajectory = Trajectory.read(ledger.path(sample))
+            except (TowlineError, OSError, ValueError) as error:
+                ledger.spoil(sample, str(error))
+                verdict = "failed"
+            else:
+                mark = fingerprint(trajectory, duplicates)
+                if mark in seen:
+                    verdict, trajectory = "duplicates", None
+                seen.add(mark)
         for counts in (written.counts, own):
             setattr(counts, verdict, getattr(counts, verdict) + 1)
             if trajectory is not None:

@@ -24,17 +24,19 @@ from pydantic import ValidationError
 
 from towline.arrays import Ids
 from towline.config import STALL_SECONDS, GatewaySettings, SessionSettings
-from towline.conversation import Finish, Tool
+from towline.conversation import Finish
 from towline.crashpoints import crash_point
 from towline.engines.base import Capture, Engine
 from towline.errors import ConfigError, TowlineError
 from towline.gateway import records
-from towline.gateway.journal import Journal, Record, RecordError, SyncMode, encode
+from towline.gateway.journal import Journal, RecordError, SyncMode, encode
 from towline.gateway.lanes import Lane, Lanes
+from towline.gateway.recovery import Recovery, set_aside
 from towline.gateway.session import Session
+from towline.quarantine import FOLDER, Quarantine
 from towline.schema import POLICY, BuilderName, EndReason, FailureReason, SessionState, Trajectory
 from towline.tokens.assemble import assemble
-from towline.tokens.codec import Codec, Frame
+from towline.tokens.codec import Codec
 from towline.tokens.elsewhere import ElsewhereCodec
 from towline.tokens.graph import Node
 from towline.tokens.jinja import TemplateError
@@ -88,6 +90,7 @@ class Gateway:
         self._by_key: dict[str, Session] = {}
         self._sealing: dict[str, asyncio.Task[Trajectory]] = {}
         self._journal: Journal | None = None
+        self.quarantine = Quarantine(settings.data / FOLDER)
 
     @property
     def journal(self) -> Journal:
@@ -101,15 +104,16 @@ class Gateway:
 
     async def open(self) -> None:
         """Take the data folder, restore the sessions that were open, and start the engine."""
-        self.trajectories.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal.open(self.settings.data / "journal", mode=SyncMode(self.settings.journal))
+        self.quarantine.make_folder(self.trajectories)
+        self._journal = Journal.open(
+            self.settings.data / "journal", mode=SyncMode(self.settings.journal), quarantine=self.quarantine
+        )
         try:
-            sealed: set[str] = set()
-            for record in self._journal.records():
-                self._restore(record, sealed)
-            await self._finish_sealing(sealed)
-            if sealed:
-                await self._journal.compact(lambda record: record.fields.get("session") not in sealed)
+            recovery = Recovery(self, self.quarantine)
+            await recovery.run()
+            await self._finish_sealing(recovery.sealed)
+            if recovery.compacts:
+                await self._journal.compact(recovery.needed)
             await asyncio.gather(*(engine.start() for engine in self._engines()))
         except BaseException:
             await self._journal.close()
@@ -183,19 +187,19 @@ class Gateway:
             stitched = BuilderName.MERGED if chosen.builder is BuilderName.EXACT else chosen.builder
             chosen = chosen.model_copy(update={"capture": "plain", "builder": stitched})
         key = "tl-" + secrets.token_urlsafe(32)
-        session = self._make(
+        session = self.add(
             id, hash_key(key), chosen, fields.get("group", ""), fields.get("instruction", ""), metadata, tuple(later)
         )
         try:
             await self.journal.append(records.session_record(session))
         except BaseException as error:
-            self._forget(session)
+            self.forget(id)
             if isinstance(error, RecordError):
                 raise SessionError(422, f"metadata or settings cannot be recorded: {error}") from error
             raise
         return Opened(session, key)
 
-    def _make(
+    def add(
         self,
         id: str,
         key_hash: str,
@@ -222,9 +226,19 @@ class Gateway:
         self._by_key[key_hash] = session
         return session
 
-    def _forget(self, session: Session) -> None:
-        self.sessions.pop(session.id, None)
-        self._by_key.pop(session.key_hash, None)
+    def forget(self, id: str) -> None:
+        """The session is over: its key stops working."""
+        session = self.sessions.pop(id, None)
+        if session is not None:
+            self._by_key.pop(session.key_hash, None)
+
+    async def set_aside(self, id: str, reason: str) -> None:
+        """End a session that cannot be built: what the journal has of it is kept in the quarantine."""
+        session = self.sessions.get(id)
+        if session is not None:
+            await session.end()
+        await set_aside(self.journal, self.quarantine, {id: reason})
+        self.forget(id)
 
     def by_key(self, key: str) -> Session | None:
         return self._by_key.get(hash_key(key))
@@ -249,7 +263,7 @@ class Gateway:
     def _sealed(self, id: str, task: asyncio.Task[Trajectory]) -> None:
         self._sealing.pop(id, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("session %s could not be sealed: %s", id, error)
+            log.error("session %s could not be sealed: %s", id, " ".join(str(error).split()))
 
     async def _seal(self, session: Session, end_reason: EndReason) -> Trajectory:
         await session.end()
@@ -258,7 +272,7 @@ class Gateway:
         crash_point("gateway.before_sealed")
         await self.journal.append(encode(records.SEALED, {"session": session.id}, {}))
         crash_point("gateway.after_sealed")
-        self._forget(session)
+        self.forget(session.id)
         return trajectory
 
     def _write(self, session: Session, end_reason: EndReason) -> Trajectory:
@@ -346,50 +360,18 @@ class Gateway:
     async def _finish_sealing(self, sealed: set[str]) -> None:
         """A trajectory that is written is whole: a crash cut off only the record that says so."""
         for draft in self.trajectories.glob(".*.tmp"):
-            draft.unlink()
+            if not draft.is_dir():
+                draft.unlink()
         for session in [session for id, session in self.sessions.items() if self._file(id).exists()]:
+            try:
+                await asyncio.to_thread(Trajectory.read, self._file(session.id))
+            except (TowlineError, OSError, ValueError) as error:
+                # The journal still has it: it is sealed anew.
+                await asyncio.to_thread(self.quarantine.move, self._file(session.id), str(error))
+                continue
             await self.journal.append(encode(records.SEALED, {"session": session.id}, {}))
-            self._forget(session)
+            self.forget(session.id)
             sealed.add(session.id)
-
-    def _restore(self, record: Record, sealed: set[str]) -> None:
-        fields = record.fields
-        id = fields["session"]
-        if record.kind == records.SESSION:
-            settings = SessionSettings.model_validate(fields["settings"])
-            # An id may be taken anew once its trajectory was moved away.
-            sealed.discard(id)
-            self._make(
-                id,
-                fields["key"],
-                settings,
-                fields["group"],
-                fields["instruction"],
-                fields["metadata"],
-                tuple(fields.get("later_instructions", ())),
-                fields["created"],
-            )
-            return
-        if record.kind == records.SEALED:
-            if id in self.sessions:
-                self._forget(self.sessions[id])
-            sealed.add(id)
-            return
-        session = self.sessions.get(id)
-        if session is None:
-            return
-        if record.kind == records.TOOLS:
-            fields = records.fields_of(record)
-            tools = tuple(Tool(**tool) for tool in fields["tools"])
-            session.tools[fields["key"]] = tools
-            session.frames[fields["key"]] = Frame(tools, fields["arguments"], session.clock)
-        elif record.kind == records.TURN:
-            node = records.restore_turn(session.graph, record)
-            if node is not None:
-                session.adopt(node)
-        elif record.kind == records.DELIVERED and fields["id"] in session.graph.by_id:
-            session.graph.by_id[fields["id"]].delivered = True
-            session.waiting.abandoned.discard(fields["id"])
 
 
 def hash_key(key: str) -> str:

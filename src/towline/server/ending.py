@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Row, bindparam, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from towline.schema import EndReason, FailureReason, SessionResult, SessionState, TaskState, Unit
+from towline.schema import EndReason, FailureReason, SchemaError, SessionResult, SessionState, TaskState, Unit
 from towline.schema.files import dump_json, load_json
 from towline.server import names, tables
 from towline.server.rows import Ending, clean, ended_event, row_event, waiting_row
@@ -232,7 +232,7 @@ class Ender:
             lowest_version=ending.lowest_version,
             finished=self.at,
             notes=ending.notes,
-            metadata=load_json(task.body).get("metadata", {}),
+            metadata=_metadata(task.body),
         )
         self._results.append(
             {
@@ -318,3 +318,12 @@ class Ender:
             if row["task_id"] == task_id and row["session_id"] and row["usable"] and row["seq"] < before
         ]
         return min((version for version in found if version is not None), default=None)
+
+
+def _metadata(body: bytes) -> dict[str, Any]:
+    """The task's own; nothing of a task that cannot be read, whose sessions end nevertheless."""
+    try:
+        found = load_json(body).get("metadata", {})
+    except (SchemaError, AttributeError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import Row, delete, func, select
 
-from towline.schema import Event
+from towline.schema import Event, SchemaError
 from towline.schema.files import dump_json, load_json
 from towline.server import tables
 from towline.server.signals import Signal
 from towline.server.store import Store
 
+log = logging.getLogger("towline.server")
 _PAGE = 500
 _PING = 15.0
 """Seconds of silence after which a comment is sent, so that nobody in between cuts the connection."""
@@ -34,7 +37,7 @@ class Events:
         table = tables.events
         async with self.store.read() as tx:
             rows = await tx.execute(select(table).where(table.c.seq > seq).order_by(table.c.seq).limit(_PAGE))
-            return [Event(seq=row.seq, at=row.at, kind=row.kind, body=load_json(row.body)) for row in rows]
+            return [_event(row) for row in rows]
 
     async def stream(self, after: int | None, limit: int | None, idle: float | None) -> AsyncIterator[bytes]:
         """Server-sent events from the one after `after`, or from now; ends after `limit`, or after `idle` seconds."""
@@ -78,3 +81,11 @@ class Events:
 
 def _wire(event: Event) -> bytes:
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), dump_json(event))
+
+
+def _event(row: Row[Any]) -> Event:
+    try:
+        return Event(seq=row.seq, at=row.at, kind=row.kind, body=load_json(row.body))
+    except (SchemaError, TypeError, ValueError) as error:
+        log.error("damaged: the row of event %s: %s", row.seq, " ".join(str(error).split())[:200])
+        return Event(seq=row.seq, at=0.0, kind="damaged", body={})

@@ -15,10 +15,21 @@ from typing import Any
 
 from towline.engines.base import ContextExceeded, PauseMode
 from towline.errors import EngineError, TowlineError
+from towline.gateway.gateway import SessionError
 from towline.gateway.lanes import Lane
 from towline.node.checking import problems, reaches, root_problems
 from towline.node.pipeline import Node
-from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SandboxKind, Session, Task, Trajectory
+from towline.schema import (
+    POLICY,
+    BreakerStatus,
+    EndReason,
+    FailureReason,
+    SandboxKind,
+    SchemaError,
+    Session,
+    Task,
+    Trajectory,
+)
 from towline.server.runner import InvalidTask, NoLog, Outcome, SessionLog
 
 log = logging.getLogger("towline.server")
@@ -131,16 +142,42 @@ class NodeRunner:
         await self._reap()
         gateway = self.node.gateway
         for session_id in list(gateway.sessions):
-            await gateway.seal(session_id, EndReason.ERROR)
+            await self._seal(session_id)
         for path in await asyncio.to_thread(lambda: sorted(gateway.trajectories.glob("*.arrow"))):
             if path.stem in lost:
-                try:
-                    trajectory = await asyncio.to_thread(Trajectory.read, path)
-                except (TowlineError, OSError, ValueError) as error:
-                    log.error("what there was of session %s cannot be read: %s", path.stem, error)
+                trajectory = await asyncio.to_thread(self._read, path)
+                if trajectory is None:
                     continue
                 yield trajectory
+            elif await asyncio.to_thread(path.is_dir):
+                await asyncio.to_thread(gateway.quarantine.move, path, "a file should be there")
             await self.discard(path.stem)
+
+    async def _seal(self, session_id: str) -> None:
+        gateway = self.node.gateway
+        try:
+            await gateway.seal(session_id, EndReason.ERROR)
+        except Exception as error:  # Whatever it holds, it is tried again as a whole.
+            if isinstance(error, SessionError) and error.failure == FailureReason.STORAGE:
+                log.error("%s; the session is tried again", error)
+                return
+            reason = f"it cannot be built: {type(error).__name__}: {error}"
+            try:
+                await gateway.set_aside(session_id, reason)
+            except (TowlineError, OSError) as failure:
+                log.error("session %s cannot be kept elsewhere, and stays in the journal: %s", session_id, failure)
+
+    def _read(self, path: Path) -> Trajectory | None:
+        """What there is of a lost session; what cannot be read is kept elsewhere."""
+        try:
+            trajectory = Trajectory.read(path)
+            if trajectory.session_id != path.stem:
+                raise SchemaError(f"it is of session {trajectory.session_id}")
+        except (TowlineError, OSError, ValueError) as error:
+            with contextlib.suppress(OSError):
+                self.node.gateway.quarantine.move(path, str(error))
+            return None
+        return trajectory
 
     async def _reap(self) -> None:
         runtimes = self.node.runtimes

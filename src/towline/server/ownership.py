@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 
 from sqlalchemy import delete, func, select, text, update
@@ -27,6 +28,7 @@ from towline.server.store import Store
 log = logging.getLogger("towline.server")
 _IDS, _IDENTITY, _LOCATION, _RUN = "stores", "identity", "segments", "run."
 _PREFIX = "store-"
+_ID = re.compile(_PREFIX + "[0-9a-f]{16}")
 
 
 async def get(tx: AsyncConnection, name: str) -> str | None:
@@ -43,7 +45,14 @@ async def put(store: Store, tx: AsyncConnection, name: str, value: str) -> None:
 async def store_ids(tx: AsyncConnection) -> list[str]:
     """Every id that this store has had; the last is its own."""
     found = await get(tx, _IDS)
-    return [str(one) for one in json.loads(found)] if found else []
+    try:
+        ids = json.loads(found or "[]")
+    except ValueError:
+        ids = None
+    if not isinstance(ids, list) or not all(isinstance(one, str) and _ID.fullmatch(one) for one in ids):
+        log.error("damaged: the ids of the store are %r; it gets another", found)
+        return []
+    return ids
 
 
 async def identity(store: Store, tx: AsyncConnection) -> str:
@@ -120,7 +129,8 @@ async def runs(store: Store, first: int) -> dict[int, str]:
     table = tables.meta
     async with store.read() as tx:
         found = await tx.execute(select(table).where(func.substr(table.c.name, 1, len(_RUN)) == _RUN))
-    by_epoch = {int(row.name.removeprefix(_RUN)): str(row.value) for row in found}
+    named = {row.name.removeprefix(_RUN): str(row.value) for row in found}
+    by_epoch = {int(name): value for name, value in named.items() if name.isdecimal()}
     return {epoch: folder for epoch, folder in sorted(by_epoch.items()) if first <= epoch < store.epoch}
 
 

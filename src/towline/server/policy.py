@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.engines.base import PauseMode
 from towline.errors import TowlineError
-from towline.schema import Policy
+from towline.schema import Policy, SchemaError
 from towline.schema.files import dump_json, load_json
 from towline.server import tables
 from towline.server.errors import Conflict, Invalid, Unavailable
@@ -50,6 +50,17 @@ class PolicyDesk:
     def now(self) -> Policy:
         return Policy(version=self._kept.version, paused=self._kept.paused)
 
+    def _read(self, text: str) -> Kept:
+        """The policy as it was kept. If that cannot be read, sampling is paused: its version is not known."""
+        try:
+            kept = Kept(**load_json(text))
+            if type(kept.version) is not int or type(kept.paused) is not bool or type(kept.folder) is not str:
+                raise TypeError(f"{kept} is no policy")
+        except (SchemaError, TypeError) as error:
+            log.error("damaged: the policy of the store: %s; paused: resume with the version of the weights", error)
+            return Kept(version=self.runner.version, paused=True)
+        return kept
+
     async def restore(self) -> None:
         """Make the engine what it was before the server stopped."""
         table = tables.meta
@@ -58,7 +69,7 @@ class PolicyDesk:
         if text is None:
             self._kept = Kept(version=self.runner.version)
             return
-        self._kept = kept = Kept(**load_json(text))
+        self._kept = kept = self._read(text)
         if kept.folder:
             try:
                 await self.runner.update_weights(Path(kept.folder), kept.version)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from sqlalchemy import bindparam, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.crashpoints import crash_point
-from towline.schema import Accepted, Session, SessionState, Task, TaskState
+from towline.schema import Accepted, FailureReason, Session, SessionState, Task, TaskState
 from towline.schema.files import dump_json
 from towline.server import tables
 from towline.server.errors import Conflict, Full, Invalid
@@ -25,6 +26,8 @@ from towline.server.gate import PaceGate
 from towline.server.rows import row_event, waiting_row
 from towline.server.store import Store, add_events, chunks, take
 from towline.server.tables import Phase
+
+log = logging.getLogger("towline.server")
 
 LARGEST = 2**31 - 1
 """Of every whole number in a task."""
@@ -189,6 +192,7 @@ async def claim(
         .returning(*sessions.c)
     )
     rows = sorted(taken, key=lambda row: (row.urgency, row.number, row.sample))
+    damaged: list[str] = []
     begun = await tx.execute(
         update(tasks)
         .where(tasks.c.task_id.in_(ids), tasks.c.state == TaskState.QUEUED.value)
@@ -197,7 +201,24 @@ async def claim(
     )
     told = [("task", {"task_id": name, "state": TaskState.RUNNING.value}) for name in begun.scalars()]
     await add_events(tx, told, at)
-    return [Claimed(session_of(row), bodies[row.task_id], row.deaths, row.company) for row in rows]
+    claimed = []
+    for row in rows:
+        try:
+            claimed.append(Claimed(session_of(row), bodies[row.task_id], row.deaths, row.company))
+        except (KeyError, ValueError) as error:
+            log.error("damaged: the row of session %s: %s", row.session_id, " ".join(str(error).split())[:300])
+            damaged.append(row.session_id)
+    if damaged:
+        await set_aside(tx, damaged)
+    return claimed
+
+
+async def set_aside(tx: AsyncConnection, session_ids: Sequence[str]) -> None:
+    """End sessions whose rows cannot be read; whatever else these hold stays."""
+    table = tables.sessions
+    values = {"phase": Phase.ENDED, "state": SessionState.FAILED, "failure": FailureReason.STORAGE.value}
+    for some in chunks(session_ids):
+        await tx.execute(update(table).where(table.c.session_id.in_(some)).values(**values, error="its row is damaged"))
 
 
 async def write_steps(tx: AsyncConnection, steps: Sequence[Session], epoch: int, at: float) -> None:

@@ -155,7 +155,8 @@ class Retention:
         """Remove segments that earlier servers of this store wrote and no row names; how many. Looks at each run once."""
         sessions = tables.sessions
         async with self.store.read() as tx:
-            swept = int(await ownership.get(tx, _SWEPT) or 0)
+            told = await ownership.get(tx, _SWEPT) or "0"
+            swept = int(told) if told.isdecimal() else 0
         removed = 0
         for epoch, folder in (await ownership.runs(self.store, swept + 1)).items():
             for some in chunks(await self.segments.names(folder)):

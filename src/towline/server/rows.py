@@ -91,7 +91,9 @@ class Ending:
 def lost_ending(row: Row[Any], *, company: int, limit: int) -> Ending:
     """A session that an earlier server left."""
     ending = Ending(row.session_id, row.task_id, row.sample, row.attempt, row.epoch, SessionState.LOST)
-    ending.stage, ending.deaths, ending.company = SessionState(row.state), row.deaths, row.company
+    known = row.state in [state.value for state in SessionState]
+    ending.stage = SessionState(row.state) if known else SessionState.RUNNING
+    ending.deaths, ending.company = row.deaths, row.company
     ending.died("the server that ran it ended", company=company, limit=limit)
     return ending
 

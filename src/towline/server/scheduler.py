@@ -35,7 +35,7 @@ from towline.server.runner import NodeLost, Outcome, Runner
 from towline.server.segments import Piece, Segments
 from towline.server.signals import Signal
 from towline.server.stages import Stages
-from towline.server.store import Store, chunks
+from towline.server.store import Store, chunks, passing
 from towline.server.tables import Phase
 
 log = logging.getLogger("towline.server")
@@ -134,12 +134,29 @@ class Scheduler:
         async for trajectory in self.runner.recover(set(endings)):
             ending = endings.pop(trajectory.session_id)
             ending.turns = trajectory.report.turns
-            await self._keep([_End(ending, outcomes.ended_as(trajectory, ending))])
+            await self._end_lost([_End(ending, outcomes.ended_as(trajectory, ending))])
             await self.runner.discard(ending.session_id)
         for some in chunks(list(endings.values())):
-            await self._keep([_End(ending, None) for ending in some])
+            await self._end_lost([_End(ending, None) for ending in some])
         self.waiting = await queueing.waiting(self.store)
         return len(rows)
+
+    async def _end_lost(self, batch: list[_End]) -> None:
+        """Write the ends of lost sessions. One whose rows do not allow it ends by itself, and stops nothing."""
+        try:
+            await self._keep(batch)
+        except Exception as error:
+            if passing(error):
+                raise
+            if len(batch) > 1:
+                for end in batch:
+                    await self._end_lost([end])
+                return
+            ending = batch[0].ending
+            log.error("damaged: the rows of session %s: %s: %s", ending.session_id, type(error).__name__, error)
+            await self.store.insist(
+                partial(queueing.set_aside, session_ids=[ending.session_id]), what="a damaged session"
+            )
 
     def start(self) -> None:
         works = (self._claiming(), self._ending(), self.stages.run(), self.breakers.run())

@@ -26,6 +26,7 @@ from towline.server.metrics import Metrics
 from towline.server.outages import Outage
 from towline.server.pacer import Pacer
 from towline.server.policy import PolicyDesk
+from towline.server.repair import repair_rows
 from towline.server.results import Delivery, Wish
 from towline.server.retention import Retention
 from towline.server.runner import Runner
@@ -88,6 +89,7 @@ class Service:
         self.settings.data.mkdir(parents=True, exist_ok=True)
         await self.store.open()
         try:
+            await repair_rows(self.store)
             await ownership.take_store(self.store, self.segments)
             await ownership.take_location(self.store, self.segments)
             # Before sampling is paused, if it was.
@@ -95,7 +97,7 @@ class Service:
             await self.policy.restore()
             await self.pacer.restore()
             lost = await self.scheduler.recover()
-            orphans = await self.retention.collect_orphans()
+            orphans = await self._orphans()
             if lost or orphans:
                 log.warning("after a crash: %d sessions were lost, %d segments removed", lost, orphans)
             self.scheduler.start()
@@ -106,6 +108,14 @@ class Service:
             await self.store.close()
             raise
         self.started = time.time()
+
+    async def _orphans(self) -> int:
+        """The segments that no row names; a location that is away is looked through another time."""
+        try:
+            return await self.retention.collect_orphans()
+        except OSError as error:
+            log.error("the location of the trajectories could not be looked through: %s", error)
+            return 0
 
     def stop(self) -> None:
         """Those who wait for results or events are answered now."""

@@ -108,7 +108,7 @@ class Store:
             async with self.write() as tx:
                 await migrate(tx, lock=None if self.sqlite else _LOCK + 1)
             async with self.write() as tx:
-                await self._introduce(tx)
+                await self._introduce(tx, serving=serving)
                 if serving:
                     self.epoch = await take(tx, "epoch")
         except SQLAlchemyError as error:
@@ -160,10 +160,14 @@ class Store:
             with contextlib.suppress(SQLAlchemyError, OSError):
                 await holder.close()
 
-    async def _introduce(self, tx: AsyncConnection) -> None:
+    async def _introduce(self, tx: AsyncConnection, *, serving: bool) -> None:
+        from towline.server.repair import repair_counters
+
         for name in tables.COUNTERS:
             await tx.execute(self.insert_new(tables.counters).values(name=name, value=0))
         await tx.execute(self.insert_new(tables.meta).values(name="token", value=secrets.token_hex(4)))
+        if serving:
+            await repair_counters(self, tx)
         self.token = str(await tx.scalar(select(tables.meta.c.value).where(tables.meta.c.name == "token")))
 
     async def close(self) -> None:

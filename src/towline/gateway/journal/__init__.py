@@ -15,12 +15,13 @@ cut in any other is noticed. A frame's checksum covers its segment and offset: a
 written, and bytes of a payload cannot pass for one.
 
 Damage that a crash explains (a torn end of the newest segment) is repaired at opening. Any other is `JournalCorrupt`,
-including a damaged frame with a valid one behind it: acknowledged records may be in there, so a person decides.
+including a damaged frame with a valid one behind it: acknowledged records may be in there. With a quarantine the journal
+opens nevertheless: damaged segments are kept there as they are, and replaced by their valid records (`salvage`).
 
 A process never appends to a segment of another: the kernel may hold pages in memory, marked clean, that a failed sync
 never brought to the disk. An unsealed segment is therefore copied, synced and sealed at opening.
 
-`codec` makes bytes of records, `segments` are the files, `log` is the open journal.
+`codec` makes bytes of records, `segments` are the files, `salvage` repairs them, `log` is the open journal.
 """
 
 from towline.gateway.journal.codec import JournalError, Record, RecordError, decode, encode

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -19,20 +19,25 @@ from towline import locks
 from towline.crashpoints import crash_point
 from towline.errors import ConfigError
 from towline.gateway.journal.codec import JournalError, Record, RecordError, decode
+from towline.gateway.journal.salvage import make_whole
 from towline.gateway.journal.segments import (
     FRAME_HEADER,
     Disk,
+    JournalCorrupt,
     SegmentReader,
     SegmentWriter,
+    UnknownFormat,
     rewrite,
     segment_numbers,
     segment_path,
     sync_folder,
 )
+from towline.quarantine import Quarantine
 
 MAX_PAYLOAD = 1 << 30
 _PENDING_BYTES = 64 << 20
 """Hand-overs beyond this much unwritten data wait for the writer, so that memory stays bounded."""
+_LOCK = "lock"
 _CLOSING_SECONDS = 120.0
 """How long closing waits for what is pending to be written and synced."""
 
@@ -87,14 +92,28 @@ class Journal:
         mode: SyncMode = SyncMode.GROUP,
         segment_bytes: int = 64 << 20,
         disk: Disk = Disk(),  # noqa: B008 - immutable
+        quarantine: Quarantine | None = None,
     ) -> Self:
-        """Lock the folder, verify every record in it, repair the end, and start a new segment."""
+        """Lock the folder, verify every record in it, repair the end, and start a new segment.
+
+        With `quarantine`, no damage is an error: what is damaged is kept there, and the valid records stay.
+        """
         try:
+            if quarantine is not None:
+                quarantine.make_folder(folder)
+                if (folder / _LOCK).is_dir():
+                    quarantine.move(folder / _LOCK, "a file should be there")
             _make_folder(folder)
             with contextlib.ExitStack() as undo:
                 lock = _lock_folder(folder)
                 undo.callback(os.close, lock)
-                journal = cls(folder, lock, SyncMode(mode), segment_bytes, disk)
+                try:
+                    journal = cls(folder, lock, SyncMode(mode), segment_bytes, disk)
+                except (JournalCorrupt, UnknownFormat, OSError):
+                    if quarantine is None:
+                        raise
+                    make_whole(folder, quarantine, disk)
+                    journal = cls(folder, lock, SyncMode(mode), segment_bytes, disk)
                 undo.pop_all()
                 return journal
         except OSError as error:
@@ -102,7 +121,8 @@ class Journal:
 
     def _recover(self) -> SegmentWriter:
         for draft in self.folder.glob("[0-9]*.tmp"):
-            draft.unlink()
+            if not draft.is_dir():
+                draft.unlink()
         numbers = segment_numbers(self.folder)
         first_free = 1
         for number in numbers:
@@ -216,17 +236,18 @@ class Journal:
         error.__cause__ = self._failure
         return error
 
-    def records(self) -> Iterator[Record]:
+    def records(self, unreadable: Callable[[bytes, RecordError], None] | None = None) -> Iterator[Record]:
         """What the log holds at this moment, in order, a record at a time. Not to be read on while `compact` or
-        `drop_segments` runs."""
+        `drop_segments` runs. Payloads that are no records go to `unreadable`; without it they are an error."""
         with self._wake:
             closed, active, limit = sorted(self._closed), self._active.number, self._active.written
         readers = [SegmentReader(self.folder, number, newest=False) for number in closed]
         readers.append(SegmentReader(self.folder, active, newest=True, limit=limit))
-        return (decode(payload) for reader in readers for payload in reader)
+        return _decoded((payload for reader in readers for payload in reader), unreadable)
 
     async def compact(self, keep: Callable[[Record], bool]) -> int:
-        """Rewrite complete segments without the records that `keep` refuses; the bytes this freed.
+        """Rewrite complete segments without the records that `keep` refuses, and without payloads that are none; the
+        bytes this freed.
 
         `keep` is called in another thread, once a record. Appends go on meanwhile. A crash leaves each segment as it
         was or compacted. An empty segment goes once no older one is left: a gap in the numbers always means damage.
@@ -255,7 +276,7 @@ class Journal:
         freed = 0
         for number in self._complete():
             before = SegmentReader(self.folder, number, newest=False)
-            kept = [keep(decode(payload)) for payload in before]
+            kept = [_is_kept(payload, keep) for payload in before]
             if not all(kept):
                 again = SegmentReader(self.folder, number, newest=False)
                 rest = (payload for payload, needed in zip(again, kept, strict=True) if needed)
@@ -321,6 +342,26 @@ def replay(folder: Path) -> Iterator[Record]:
     return (decode(payload) for reader in readers for payload in reader)
 
 
+def _decoded(payloads: Iterable[bytes], unreadable: Callable[[bytes, RecordError], None] | None) -> Iterator[Record]:
+    for payload in payloads:
+        try:
+            record = decode(payload)
+        except RecordError as error:
+            if unreadable is None:
+                raise
+            unreadable(payload, error)
+        else:
+            yield record
+
+
+def _is_kept(payload: bytes, keep: Callable[[Record], bool]) -> bool:
+    try:
+        record = decode(payload)
+    except RecordError:
+        return False
+    return keep(record)
+
+
 def _settle(batch: list[_Pending], outcome: Callable[[], JournalError | None]) -> None:
     """Wake the waiters in order, with one call into each event loop."""
     waiters: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
@@ -353,7 +394,7 @@ def _make_folder(folder: Path) -> None:
 
 def _lock_folder(folder: Path) -> int:
     """Take the folder for this process; the kernel gives it back when the process ends, however it ends."""
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         locks.take(handle)
         since = datetime.now(UTC).isoformat(timespec="seconds")

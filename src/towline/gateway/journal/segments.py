@@ -46,6 +46,10 @@ class JournalCorrupt(JournalError):
         self.reason = reason
 
 
+class UnknownFormat(ConfigError):
+    """A segment of another version of Towline."""
+
+
 @dataclass(frozen=True, slots=True)
 class Disk:
     """The two calls that can fail under load, replaceable so that tests can count them and make them fail."""
@@ -137,7 +141,7 @@ class SegmentReader:
                 frame = file.read(min(FRAME_HEADER.size, self.size - self.end))
                 length = int.from_bytes(frame[4:8], "little")
                 payload = file.read(min(length, self.size - self.end - len(frame)))
-                kind = self._check(frame, payload, self.end)
+                kind = self.check(frame, payload, self.end)
                 if kind is None:
                     self._require_torn(file)
                     return
@@ -162,10 +166,10 @@ class SegmentReader:
         if magic != _SEGMENT_MAGIC or checksum != zlib.crc32(head[:-4]) or number != self._number:
             raise self._corrupt("the segment header is not that of this segment")
         if version != _VERSION:
-            raise ConfigError(f"{self._path} has format {version}, this version of Towline reads {_VERSION}")
+            raise UnknownFormat(f"{self._path} has format {version}, this version of Towline reads {_VERSION}")
         self.end = len(head)
 
-    def _check(self, frame: bytes, payload: bytes | memoryview, offset: int) -> int | None:
+    def check(self, frame: bytes, payload: bytes | memoryview, offset: int) -> int | None:
         """The frame's type, `None` if it is not valid at this place."""
         if len(frame) < FRAME_HEADER.size:
             return None
@@ -185,12 +189,26 @@ class SegmentReader:
         while at >= 0:
             start = at + FRAME_HEADER.size
             length = int.from_bytes(rest[at + 4 : at + 8], "little")
-            if self._check(rest[at:start], memoryview(rest)[start : start + length], self.end + at) is not None:
+            if self.check(rest[at:start], memoryview(rest)[start : start + length], self.end + at) is not None:
                 raise self._corrupt(f"a frame with a wrong checksum, and a valid one at {self.end + at}")
             at = rest.find(_FRAME_MAGIC, at + 1)
 
     def _corrupt(self, reason: str) -> JournalCorrupt:
         return JournalCorrupt(self._path, self.end, reason)
+
+
+def valid_payloads(folder: Path, number: int) -> Iterator[bytes]:
+    """The records of a segment that are valid where they stand, whatever is between them."""
+    data = segment_path(folder, number).read_bytes()
+    reader = SegmentReader(folder, number, newest=True)
+    at = data.find(_FRAME_MAGIC)
+    while at >= 0:
+        start = at + FRAME_HEADER.size
+        end = start + int.from_bytes(data[at + 4 : at + 8], "little")
+        kind = reader.check(data[at:start], memoryview(data)[start:end], at)
+        if kind == _DATA:
+            yield data[start:end]
+        at = data.find(_FRAME_MAGIC, at + 1 if kind is None else end)
 
 
 def rewrite(folder: Path, number: int, payloads: Iterable[bytes], disk: Disk, step: str) -> int:
