@@ -23,7 +23,7 @@ from towline.errors import EngineError
 from towline.gateway.lanes import Lane
 from towline.gateway.session import Session as GatewaySession
 from towline.node.breakers import Backoff
-from towline.node.pipeline import Finished
+from towline.node.pipeline import Finished, new_session
 from towline.schema import EndReason, FailureReason, SessionState
 from towline.tokens.codec import Codec
 from towline.tokens.loading import load_codec
@@ -357,6 +357,22 @@ async def test_an_engine_that_never_comes_back_ends_the_wait(codec: Codec, tmp_p
         assert finished.session.failure is FailureReason.ENGINE
         assert "engine:policy cannot be used: connection refused" in (finished.session.error or "")
         assert finished.session.attempt == 1
+
+
+async def test_sessions_behind_the_first_do_not_wait_as_long_again(codec: Codec, tmp_path: Path) -> None:
+    engine = Outage(codec, works)
+    async with running_node(codec, tmp_path, engine=engine, backoff=QUICK, hold_seconds=5000.0) as rig:
+        engine.away = True
+        await rig.node.probe()
+        rig.node.components.breakers["engine:policy"]._tripped_at -= 6000
+        finished = await one(rig, "pretend")
+        assert (finished.session.state, finished.session.failure) == (SessionState.FAILED, FailureReason.ENGINE)
+        assert "engine:policy cannot be used" in (finished.session.error or "")
+        waiting = rig.node.submit(a_task("pretend"), new_session(a_task("pretend"), 0, 1))
+        await until(lambda: rig.changes[-1].state is SessionState.READY, 120)
+        assert not waiting.done(), "a service holds its sessions"
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
 
 
 class Replica(Outage):

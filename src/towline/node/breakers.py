@@ -73,6 +73,8 @@ class Breaker:
         """When the failures in a row began (monotonic)."""
         self._reason = ""
         self._since = time.time()
+        self._tripped_at = 0.0
+        """When it last opened (monotonic)."""
         self._opened = 0
         self._closed = asyncio.Event()
         self._closed.set()
@@ -97,6 +99,11 @@ class Breaker:
     @property
     def reason(self) -> str:
         return self._reason
+
+    @property
+    def open_seconds(self) -> float:
+        """How long it has been open; 0 while it is closed."""
+        return time.monotonic() - self._tripped_at if self.open else 0.0
 
     # What the component does
 
@@ -167,6 +174,7 @@ class Breaker:
     def _open(self, reason: str) -> None:
         self._reason, self._since = reason, time.time()
         self._opened += 1
+        self._tripped_at = time.monotonic()
         self._closed.clear()
         self._tripped.set()
         self._judged.clear()
@@ -257,12 +265,13 @@ class Breakers:
     def __getitem__(self, component: str) -> Breaker:
         return self._breakers[component]
 
-    async def wait(self, components: Iterable[str], seconds: float) -> None:
-        """Return once all of them are closed; raises `HeldTooLong` when one has been open for so long."""
+    async def wait(self, components: Iterable[str], seconds: float, *, since_opening: bool = False) -> None:
+        """Return once all of them are closed; raises `HeldTooLong` after so long. With `since_opening`, the time that a
+        breaker was open before counts too."""
         for component in components:
             breaker = self._breakers[component]
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(seconds - (breaker.open_seconds if since_opening else 0.0)):
                     await breaker.wait()
             except TimeoutError as error:
                 raise HeldTooLong(breaker) from error

@@ -37,6 +37,8 @@ class Flight:
     """The session's folder on the host."""
     changed: Callable[[Session], None]
     """Told of every step."""
+    since_opening: bool = False
+    """Its waits for a circuit breaker are counted from the breaker's opening."""
     engines: tuple[str, ...] = ()
     """The components (`engine:NAME`) that its turns need."""
     prepared: Prepared | None = None

@@ -176,7 +176,9 @@ class Node:
         strikes = pardoned = attempt = 0
         while True:
             attempt += 1
-            one = await self.submit(task, new_session(task, sample, attempt))
+            # Nobody tends this queue: once a component has been away for too long, the sessions behind do not wait as long
+            # again, one after the other.
+            one = await self.submit(task, new_session(task, sample, attempt), since_opening=True)
             if one.session.state is not SessionState.FAILED or one.hopeless or one.held:
                 return one
             if one.blameless and pardoned < _PARDONED:
@@ -188,11 +190,15 @@ class Node:
 
     # Sessions
 
-    def submit(self, task: Task, session: Session) -> asyncio.Task[Finished]:
-        """Send a session on its way. Cancelling the returned task cancels the session; its turns are kept all the same."""
+    def submit(self, task: Task, session: Session, *, since_opening: bool = False) -> asyncio.Task[Finished]:
+        """Send a session on its way. Cancelling the returned task cancels the session; its turns are kept all the same.
+
+        It waits up to `hold_seconds` for a component that cannot be used; with `since_opening`, counted from the moment at
+        which the component was found unusable.
+        """
         logs = self.data / "sessions" / session.session_id
         logs.mkdir(parents=True, exist_ok=True)
-        flight = Flight(task, session, logs, self.changed)
+        flight = Flight(task, session, logs, self.changed, since_opening=since_opening)
         self.flights[session.session_id] = flight
         work = asyncio.get_running_loop().create_task(self._fly(flight))
         self._tasks.add(work)
@@ -285,7 +291,7 @@ class Node:
         priority = task.priority
         sandbox = self.components.sandbox_of(task)
         with flight.timed("queued"):
-            await flight.within(self._usable(sandbox.component), None, "waiting")
+            await flight.within(self._usable(flight, sandbox.component), None, "waiting")
         with flight.timed("prepare"):
             await flight.within(self._opened(flight), seconds.prepare, "opening the sandbox runtime")
             prepared = await flight.within(self.preparer.prepare(task), seconds.prepare, "preparing the environment")
@@ -299,7 +305,7 @@ class Node:
                 await flight.within(self._run.acquire(priority), None, "waiting")
             try:
                 with flight.timed("ready"):
-                    await flight.within(self._usable(*flight.engines), None, "waiting")
+                    await flight.within(self._usable(flight, *flight.engines), None, "waiting")
                 flight.advance(SessionState.RUNNING)
                 with flight.timed("run"):
                     await self.lifecycle.run(flight, prepared, budgets.run or seconds.run)
@@ -321,9 +327,10 @@ class Node:
             with flight.timed("evaluate"):
                 return await self.lifecycle.evaluate(flight, prepared, trajectory, budgets.evaluate or seconds.evaluate)
 
-    async def _usable(self, *components: str) -> None:
+    async def _usable(self, flight: Flight, *components: str) -> None:
         """Wait until the circuit breakers of all of them are closed."""
-        await self.components.breakers.wait(components, self.settings.hold_seconds)
+        breakers, longest = self.components.breakers, self.settings.hold_seconds
+        await breakers.wait(components, longest, since_opening=flight.since_opening)
 
     async def _opened(self, flight: Flight) -> None:
         """Have the runtime of the session's sandbox opened."""
@@ -339,7 +346,7 @@ class Node:
         sandbox = self.components.sandbox_of(flight.task)
         try:
             with flight.timed("queued"):
-                await flight.within(self._usable(sandbox.component), None, "waiting")
+                await flight.within(self._usable(flight, sandbox.component), None, "waiting")
             flight.advance(SessionState.INIT)
             with flight.timed("init"):
                 await flight.within(self.lifecycle.init(flight, prepared), seconds, "INIT")
