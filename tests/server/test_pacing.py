@@ -114,6 +114,12 @@ async def test_sessions_start_at_the_pace_of_the_updates_and_old_groups_come_fir
         assert last.task_id == "t5"
         assert not last.sessions[0].stale
         assert (await r.caller.ok("GET", "/v1/results", consumer="c", **PACE))["dropped"] == 0
+        # A consumer that drops what is too old is told what that does to slow tasks.
+        dropping = {"consumer": "d", "unit": "group", "max_staleness": 0, "max": 100}
+        assert (await r.caller.ok("GET", "/v1/results", **dropping))["dropped"] == 5
+        (biased,) = [one for one in (await pacing(r)).consumers if one.consumer == "d"]
+        assert biased.groups_per_update is None
+        assert [(one.groups, one.trained) for one in biased.quartiles] == [(1, 0), (1, 0), (1, 0), (2, 0)]
         text = (await r.caller.call("GET", "/metrics")).body.decode()
         assert "towline_pacing_idle_slot_seconds" in text
         assert 'towline_trained_share{consumer="c",quartile="4"}' in text

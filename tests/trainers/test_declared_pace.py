@@ -48,5 +48,4 @@ def test_a_run_without_a_bound_or_a_pace_declares_none(settings: dict[str, Any])
 def test_a_run_that_an_older_version_began_goes_on_without_a_pace(caplog: pytest.LogCaptureFixture) -> None:
     trainer = declared(Told(refuses=True))
     assert trainer._pace == {}
-    assert trainer.pacing() is None
     assert "no pacing, old groups are dropped" in caplog.text

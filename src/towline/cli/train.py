@@ -190,7 +190,7 @@ def _bias(pacing: dict[str, Any] | None) -> str:
     """What pacing cost, and whether slow tasks were trained on as much as they were submitted."""
     if pacing is None:
         return ""
-    told = f"; waited {pacing['withheld_seconds']:.1f} s for older groups"
+    told = f"; waited {pacing['withheld_seconds']:.1f} s for older groups" if pacing["groups_per_update"] else ""
     shares = ", ".join(f"{one['trained_share']:.0%}" for one in pacing["quartiles"])
     return told + (f"; trained share by duration quartile, fastest first: {shares}" if shares else "")
 

@@ -164,21 +164,22 @@ class DurationQuartile(Model):
 
 
 class ConsumerPace(Model):
-    """A consumer that declared `groups_per_update`."""
+    """A consumer that declared `groups_per_update`, or has used or dropped groups since the server's start."""
 
     consumer: Id
-    groups_per_update: int
-    max_staleness: int | None
-    used: Count
+    groups_per_update: int | None = None
+    """`None` for one that declared no pace: only its quartiles are told."""
+    max_staleness: int | None = None
+    used: Count = 0
     """Groups that it used under the policy version now."""
-    in_hand: Count
+    in_hand: Count = 0
     """Groups that it has leased and not acknowledged."""
-    running: Count
-    finished: Count
+    running: Count = 0
+    finished: Count = 0
     """Groups that wait to be handed out."""
-    admissible: int | None
+    admissible: int | None = None
     """How many more groups may start; `None` without a bound."""
-    withheld_seconds: float
+    withheld_seconds: float = 0.0
     """How long it waited while finished groups were withheld for older ones, since the server's start."""
     quartiles: list[DurationQuartile] = Field(default_factory=list)
     """From the fastest to the slowest, since the server's start."""

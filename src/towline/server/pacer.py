@@ -113,9 +113,11 @@ class Pacer:
         self.idle(self._idle[0])
         async with self.store.write() as tx:
             found, _ = await self._consumers(tx, version) if self.active else ([], [])
+        others = sorted(set(self.bias.consumers) - {one.name for one in found})
         return Pacing(
             idle_slot_seconds=self.idle_seconds,
-            consumers=[
+            consumers=[ConsumerPace(consumer=name, quartiles=self.bias.quartiles(name)) for name in others]
+            + [
                 ConsumerPace(
                     consumer=one.name,
                     groups_per_update=one.groups_per_update,

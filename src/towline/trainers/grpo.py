@@ -183,7 +183,7 @@ class Grpo:
 
     def pacing(self) -> ConsumerPace | None:
         """What pacing did to the run so far, and how durations and training go together."""
-        found = self.client.pacing().consumers if self._pace else []
+        found = self.client.pacing().consumers
         return next((one for one in found if one.consumer == self.settings.run), None)
 
     def step(self) -> Step:

@@ -54,7 +54,7 @@ class Run:
     """The sessions of the last measurement."""
     last: Step | None = None
     pacing: ConsumerPace | None = None
-    """At the end of the run, if it was paced."""
+    """At the end of the run."""
 
     def run(self) -> None:
         """All steps that are left to do."""
