@@ -213,5 +213,5 @@ def _conclude(out: Path, told: dict[str, Any], console: Console, as_json: bool) 
         console.print(f"after {one['sessions_used']:>6,} sessions: {one['success']:.1%} on held-out tasks")
     console.print(f"max |learner - recorded| logprob over the run: {worst:.1e}", highlight=False)
     dropped = told["last"]["dropped_groups"] if told["last"] else 0
-    console.print(f"groups dropped as too old: {dropped:,}{_bias(told['pacing'])}", highlight=False)
+    console.print(f"groups dropped as too old: {dropped:,}{_bias(told['pacing'])}", highlight=False, soft_wrap=True)
     console.print(f"Written to {out}: metrics.jsonl, checkpoint{', curves.png' if picture else ''}", highlight=False)
