@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import pytest
 from roots_rig import busybox_root, tar_of
 from sandbox_leftovers import Traces, began, state
 
-from towline.sandboxes import archives
+from towline.sandboxes import archives, leftovers
 from towline.sandboxes.base import Change, ChangeKind, Mount, SandboxError, Spec, Unsupported, execute
 from towline.sandboxes.bubblewrap import BubblewrapRuntime
 from towline.schema import Network, Resources
@@ -301,3 +302,25 @@ async def test_open_network_is_the_hosts_and_none_is_nothing(runtime: Bubblewrap
         assert not (await contract.sh(sandbox, "readlink /proc/self/ns/net")).startswith(
             os.readlink("/proc/self/ns/net")
         )
+
+
+async def test_a_close_that_is_cancelled_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = BubblewrapRuntime(tmp_path)
+    await runtime.open()
+    remove, entered, go_on, removed = leftovers.Instance.remove, threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(instance: leftovers.Instance) -> None:
+        entered.set()
+        go_on.wait(60)
+        remove(instance)
+        removed.set()
+
+    monkeypatch.setattr(leftovers.Instance, "remove", slowly)
+    closing = asyncio.ensure_future(runtime.close())
+    await asyncio.to_thread(entered.wait, 60)
+    closing.cancel()
+    await asyncio.wait([closing])
+    go_on.set()
+    await runtime.close()
+    assert await asyncio.to_thread(removed.wait, 60)
+    assert not await asyncio.to_thread(lambda: list(tmp_path.glob("keeper-*")))
