@@ -31,6 +31,7 @@ LETTERS = {"main": "m", "subagent": "a", "compaction": "c", "side": "s", "discar
 SYSTEM = system("You are a coding agent.")
 OTHER = system("You are another agent.")
 TITLE = system("Write a title.")
+SEARCH = "Search the tree for the parser."
 
 
 @dataclass
@@ -361,6 +362,43 @@ async def parallel_sub_agents_without_headers(play: Play) -> None:
     for thread in threads:
         await play.ask([*thread[:-1], {**thread[-1], "content": f"{thread[1]['content']}: x"}], "Here.", tools=[BASH])
     await play.ask([*history, *answered(first, "Here.", "Here.")], "Both found.")
+
+
+@pattern(
+    "maaaam",
+    "- -~0:system_changed -~0:system_changed 1 2 0",
+    [[0, 5], [1, 3], [2, 4]],
+    "Both found.",
+    notes=("main trains",),
+)
+async def parallel_sub_agents_with_the_same_task(play: Play) -> None:
+    history = [SYSTEM, user(TASK)]
+    made = await play.ask(history, calls(SEARCH, SEARCH, name="task", key="prompt"))
+    asked = [OTHER, user(SEARCH)]
+    first = asked + answered(await play.ask(asked, calls("ls a")), "a")
+    second = asked + answered(await play.ask(asked, calls("ls b")), "b")
+    await play.ask(first, "It is in a, I think.")
+    await play.ask(second, "It is in b, I think.")
+    await play.ask(history + answered(made, "a", "b"), "Both found.")
+
+
+@pattern(
+    "maamaam",
+    "- -~0:system_changed 1 0 -~3:system_changed -<4:sibling 3",
+    [[0, 3, 6], [1, 2], [4], [5]],
+    "Found.",
+)
+async def sub_agent_started_twice_with_the_same_task(play: Play) -> None:
+    """The second one samples its first turn twice."""
+    history = [SYSTEM, user(TASK)]
+    made = await play.ask(history, calls(SEARCH, name="task", key="prompt"))
+    asked = [OTHER, user(SEARCH)]
+    await play.ask(asked + answered(await play.ask(asked, calls("ls a")), "a"), "Nothing there.")
+    history += answered(made, "Nothing there.")
+    made = await play.ask(history, calls(SEARCH, name="task", key="prompt"))
+    await play.ask(asked, "It is in a, I think.")
+    await play.ask(asked, "It is in b, I think.")
+    await play.ask(history + answered(made, "b"), "Found.")
 
 
 @pattern("maam", "- -~0:subagent -~0:subagent 0", [[0, 3], [1], [2]], "Both found.")

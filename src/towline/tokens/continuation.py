@@ -160,7 +160,7 @@ class Planner:
         twin = finding.twin(graph, messages, key, hashes, found)
         unreported = self._unreported(messages, frame)
         if twin is not None and not unreported:
-            return self._sibling(plan, twin)
+            return self._sibling(plan, twin, lineage.started_again(graph, request, key, twin))
         resumes = covered == len(messages) and self.capture is Capture.EXACT
         if prefill is not None and prefill.tool_calls and not resumes:
             # Calls are closed by the template: nothing can be written behind them in the same message.
@@ -182,10 +182,11 @@ class Planner:
         source = lineage.why_new(graph, request, key, plan.hashes, self.engine)
         plan.origin, plan.reason, plan.inferred = source.origin, source.reason, source.inferred
 
-    def _sibling(self, plan: Plan, twin: Node) -> Plan:
+    def _sibling(self, plan: Plan, twin: Node, source: lineage.Source | None) -> Plan:
         """The same request once more: the same prompt, token for token.
 
-        Another sample of it is a sibling; after a turn that came to nothing it takes that one's place.
+        Another sample of it is a sibling; after a turn that came to nothing it takes that one's place. With `source`, it
+        begins another conversation that was handed the same task.
         """
         plan.parent, plan.suffix, plan.new = twin.parent, twin.suffix, twin.new
         plan.forced, plan.special_text, plan.prefill = twin.forced, twin.special_text, twin.prefill
@@ -193,6 +194,8 @@ class Planner:
         plan.flags = [flag for flag in twin.flags if flag in _FLAGS]
         if twin.finish is Finish.ABORT:
             plan.origin, plan.reason, plan.inferred = twin.origin, twin.reason, twin.origin_inferred
+        elif source is not None:
+            plan.origin, plan.reason, plan.inferred = source.origin, source.reason, source.inferred
         else:
             plan.origin, plan.reason = twin, ForkReason.SIBLING
         return plan

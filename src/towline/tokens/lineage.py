@@ -60,6 +60,22 @@ def why_new(graph: Graph, request: Request, key: str, hashes: Sequence[bytes], e
     return _began(graph, request, key, system, engine)
 
 
+def started_again(graph: Graph, request: Request, key: str, twin: Node) -> Source | None:
+    """Where a sub-agent came from that is asked the very same as `twin`, the first turn of another one: a further open call
+    with the same words. None if the request is another sample of the twin's."""
+    if twin.parent is not None or request.sampling.n > 1:
+        return None
+    first = request.messages[0]
+    system = fingerprint.of(first, graph.noise) if first.role == "system" else b""
+    caller, handed = _caller(graph, request, key, system)
+    if caller is None or not handed:
+        return None
+    asked = "\n".join(message.text for message in request.messages if message.role == "user").strip()
+    wanted = sum(bool(_longest(strings(call.arguments), asked)) for call in _calls(caller))
+    begun = sum(node.origin is caller and node.request_hash == twin.request_hash for node in graph.nodes)
+    return Source(caller, _beside(caller, system, key), True) if begun < wanted else None
+
+
 def _changed(same_engine: bool) -> ForkReason:
     return ForkReason.TOOLS_CHANGED if same_engine else ForkReason.MODEL_CHANGED
 
@@ -274,7 +290,11 @@ def _calls(node: Node) -> tuple[Any, ...]:
 
 def _repeated(node: Node, text: str) -> int:
     """Length of the longest argument of the turn's calls that the text holds."""
-    said = (string for call in _calls(node) for string in strings(call.arguments))
+    return _longest((string for call in _calls(node) for string in strings(call.arguments)), text)
+
+
+def _longest(said: Iterator[str], text: str) -> int:
+    """Length of the longest of the strings that the text holds."""
     known = (string for string in said if string == text or (len(string) >= QUOTED and string in text))
     return max((len(string) for string in known), default=0)
 
