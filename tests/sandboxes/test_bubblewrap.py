@@ -309,7 +309,10 @@ async def test_a_close_that_is_cancelled_can_be_repeated(tmp_path: Path, monkeyp
     await runtime.open()
     remove, entered, go_on, removed = leftovers.Instance.remove, threading.Event(), threading.Event(), threading.Event()
 
+    calls: list[leftovers.Instance] = []
+
     def slowly(instance: leftovers.Instance) -> None:
+        calls.append(instance)
         entered.set()
         go_on.wait(60)
         remove(instance)
@@ -323,4 +326,5 @@ async def test_a_close_that_is_cancelled_can_be_repeated(tmp_path: Path, monkeyp
     go_on.set()
     await runtime.close()
     assert await asyncio.to_thread(removed.wait, 60)
+    assert len(calls) == 1, "its descriptors may be another's by the second time"
     assert not await asyncio.to_thread(lambda: list(tmp_path.glob("keeper-*")))
