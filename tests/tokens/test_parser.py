@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ TOOLS = (TYPED, PATCH)
 
 BEGIN, END = marker("tool calls begin"), marker("tool calls end")
 ONE, ONE_END, SEP = marker("tool call begin"), marker("tool call end"), marker("tool sep")
+DSML, M3 = "\uff5cDSML\uff5c", "]<]minimax[>["
 KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI, KIMI_ARGS, KIMI_ONE_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
@@ -180,6 +182,118 @@ READ: list[tuple[str, str, Parsed]] = [
         f"{KIMI} b:4 {KIMI_ARGS} {KIMI_ONE_END}{KIMI_END}",
         parsed("Go.", call("a:b.ls", "functions.a:b.ls:3", p=1), call("b", "b:4")),
     ),
+    # Lists of calls: Apertus, whose last tag may be the end of the turn; Apriel; Nemotron; Command R7B.
+    (
+        "apertus",
+        'I look.<|tools_prefix|>[{"ls": {"p": "<|tools_suffix|>"}}, {"b": {}}]<|tools_suffix|>',
+        parsed("I look.", call("ls", p="<|tools_suffix|>"), call("b")),
+    ),
+    (
+        "apertus",
+        '<|inner_prefix|>Hm.<|inner_suffix|>Ok.<|tools_prefix|>[{"ls": {"p": 1}}]',
+        parsed("Ok.", call("ls", p=1), reasoning="Hm."),
+    ),
+    (
+        "apriel",
+        'Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\n<tool_calls>[{"name": "ls", "arguments": {"p": 1}, '
+        '"id": "1"}, {"name": "b", "arguments": {}}]</tool_calls>',
+        parsed("", call("ls", "1", p=1), call("b"), reasoning="Hm."),
+    ),
+    ("apriel", "<thinking>Hm.</thinking>Yes.", parsed("Yes.", reasoning="Hm.")),
+    (
+        "nemotron",
+        '<think>\nHm.</think>Now.\n<TOOLCALL>[{"name": "ls", "arguments": {"p": "</TOOLCALL>"}}]</TOOLCALL>',
+        parsed("Now.", call("ls", p="</TOOLCALL>"), reasoning="Hm."),
+    ),
+    (
+        "command_r7b",
+        '<|START_THINKING|>Hm.<|END_THINKING|><|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "ls", '
+        '"parameters": {"p": 1}},\n    {"tool_call_id": "1", "tool_name": "b", "parameters": {}}\n]<|END_ACTION|>',
+        parsed("", call("ls", p=1), call("b"), reasoning="Hm."),
+    ),
+    ("command_r7b", "<|START_RESPONSE|>Yes.\n<|END_RESPONSE|>", parsed("Yes.\n")),
+    ("command_r7b", "Yes.<|END_RESPONSE|>", parsed("Yes.")),
+    ("command_r7b", "<|START_RESPONSE|>Cut", parsed("Cut")),
+    # GigaChat: nothing closes a call.
+    (
+        "gigachat",
+        'Now.<|function_call|>{"name": "ls", "arguments": {"p": "<|function_call|>"}}',
+        parsed("Now.", call("ls", p="<|function_call|>")),
+    ),
+    # functionary: both versions, and Python as a tool.
+    (
+        "functionary_3_1",
+        'On it.<function=ls>{"p": "</function>"}</function><function=patch>*** Begin</function><function=b></function>',
+        parsed("On it.", call("ls", p="</function>"), ParsedCall("patch", "*** Begin"), call("b")),
+    ),
+    ("functionary_3_1", '<|python_tag|>{"code": "1 + 1"}', parsed("", call("python", code="1 + 1"))),
+    (
+        "functionary_3_2",
+        'all\nI look.\n>>>edit\n{"path": ">>>all\\n"}>>>patch\n*** Begin\n>>>edit\n{}',
+        parsed("I look.\n", call("edit", path=">>>all\n"), ParsedCall("patch", "*** Begin\n"), call("edit")),
+    ),
+    ("functionary_3_2", 'unknown\n{"a": 1}', parsed("", call("unknown", a=1))),
+    ("functionary_3_2", "all\nIn Python:\n>>>print\n1", parsed("In Python:\n>>>print\n1")),
+    ("functionary_3_2", "no recipient", parsed("no recipient")),
+    # DSML: strings say so; V3.2 names the section otherwise; no arguments; arguments as JSON.
+    (
+        "dsml",
+        f'Now.\n\n<{DSML}tool_calls>\n<{DSML}invoke name="edit">\n<{DSML}parameter name="path" string="true">5'
+        f'</{DSML}parameter>\n<{DSML}parameter name="line" string="false">[1, null]</{DSML}parameter>\n</{DSML}invoke>\n'
+        f'<{DSML}invoke name="b"/>\n<{DSML}invoke name="c">\n{{"x": 1}}\n</{DSML}invoke>\n</{DSML}tool_calls>',
+        parsed("Now.", call("edit", path="5", line=[1, None]), call("b"), call("c", x=1)),
+    ),
+    (
+        "dsml",
+        f'<{DSML}function_calls>\n<{DSML}invoke name="ls">\n</{DSML}invoke>\n</{DSML}function_calls>Done.',
+        parsed("Done.", call("ls")),
+    ),
+    # MiniMax: M2 with values by the schema, M3 with elements inside elements.
+    (
+        "minimax_m2",
+        '<think>Hm.</think>\n<minimax:tool_call>\n<invoke name="edit">\n<parameter name="path">7</parameter>\n'
+        '<parameter name="line">7</parameter>\n</invoke>\n<invoke name="b">\n</invoke>\n</minimax:tool_call>',
+        parsed("", call("edit", path="7", line=7), call("b"), reasoning="Hm."),
+    ),
+    (
+        "minimax_m3",
+        f'<mm:think>Hm.</mm:think>Now.{M3}<tool_call>\n{M3}<invoke name="edit">{M3}<path>7{M3}</path>{M3}<tags>{M3}<item>1'
+        f"{M3}</item>{M3}<item>{M3}<a>x <b>{M3}</a>{M3}</item>{M3}</tags>{M3}<force>true{M3}</force>{M3}</invoke>\n"
+        f'{M3}<invoke name="b">{M3}</invoke>\n{M3}</tool_call>',
+        parsed("Now.", call("edit", path="7", tags=[1, {"a": "x <b>"}], force=True), call("b"), reasoning="Hm."),
+    ),
+    # Seed-OSS: nothing is trimmed, and values are printed as Python does.
+    (
+        "seed_oss",
+        "<seed:think>Hm.</seed:think>\nNow.\n\n<seed:tool_call>\n<function=edit>\n<parameter=path>\n7\n</parameter>\n"
+        "<parameter=force>True</parameter>\n<parameter=tags>['a', None, {'b': 1}]</parameter>\n<parameter=line>7</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        parsed("Now.", call("edit", path="\n7\n", force=True, tags=["a", None, {"b": 1}], line=7), reasoning="Hm."),
+    ),
+    # LFM2: Python's notation, printed with escapes or without, or JSON.
+    (
+        "lfm2",
+        'Now.<|tool_call_start|>[edit(path=\'it\\\'s "a"\\n\\\\d\', line=-3, ratio=1.5e2, force=True, note=None, tags=[1, "x", '
+        '{"k": true}]), b()]<|tool_call_end|>',
+        parsed(
+            "Now.",
+            call(
+                "edit", path='it\'s "a"\n\\d', line=-3, ratio=150.0, force=True, note=None, tags=[1, "x", {"k": True}]
+            ),
+            call("b"),
+        ),
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[a(p='one\ntwo C:\\dir \"q\"')]<|tool_call_end|>Ok",
+        parsed("Ok", call("a", p='one\ntwo C:\\dir "q"')),
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[{"name": "a", "arguments": {"p": 1}}]<|tool_call_end|>',
+        parsed("", call("a", p=1)),
+    ),
+    ("lfm2", "<|tool_call_start|>a.b(p=1)<|tool_call_end|>", parsed("", call("a.b", p=1))),
     ("plain", '<tool_call>{"name": "a"}</tool_call>', parsed('<tool_call>{"name": "a"}</tool_call>')),
 ]
 
@@ -232,6 +346,35 @@ BROKEN: list[tuple[str, str]] = [
     ("kimi", f"{KIMI_BEGIN}{KIMI}functions.a:0{KIMI_ARGS}{{broken{KIMI_ONE_END}{KIMI_END}"),
     ("kimi", f"{KIMI_BEGIN}{KIMI}functions.:0{KIMI_ARGS}{{}}{KIMI_ONE_END}{KIMI_END}"),
     ("kimi", f"{KIMI_BEGIN}{KIMI}functions.a:0{KIMI_ONE_END}{KIMI_END}"),
+    ("apertus", '<|tools_prefix|>[{"a": {}}, {"b": 1}]<|tools_suffix|>'),
+    ("apertus", '<|tools_prefix|>[{"a": {}, "b": {}}]<|tools_suffix|>'),
+    ("apertus", '<|tools_prefix|>[{"a": {}}<|tools_suffix|>'),
+    ("apriel", '<tool_calls>[{"name": "a"}, {"arguments": {}}]</tool_calls>'),
+    ("apriel", '<tool_calls>{"name": "a", "arguments": {}}</tool_calls>'),
+    ("apriel", "<tool_calls>[]</tool_calls>"),
+    ("nemotron", '<TOOLCALL>[{"name": "a", "arguments": [1]}]</TOOLCALL>'),
+    ("command_r7b", '<|START_ACTION|>[{"tool_name": "a", "parameters": {}, "other": 1}]<|END_ACTION|>'),
+    ("command_r7b", '<|START_ACTION|>[{"parameters": {}}]<|END_ACTION|>'),
+    ("gigachat", '<|function_call|>{"name": "a", "arguments": {"x": }'),
+    ("gigachat", '<|function_call|>{"arguments": {}}'),
+    ("functionary_3_1", "<function=a>{broken</function>"),
+    ("functionary_3_1", "<function=a>[1]</function>"),
+    ("functionary_3_1", "<|python_tag|>print(1)"),
+    (
+        "dsml",
+        f'<{DSML}tool_calls><{DSML}invoke name="a"><{DSML}parameter name="x" string="false">{{</{DSML}parameter></{DSML}invoke>',
+    ),
+    ("dsml", f'<{DSML}tool_calls><{DSML}invoke name="a"><{DSML}parameter name="x" string="true">1</{DSML}invoke>'),
+    ("dsml", f"<{DSML}tool_calls>nothing</{DSML}tool_calls>"),
+    ("minimax_m2", '<minimax:tool_call><invoke name="a"><parameter name="x">1</invoke>'),
+    ("minimax_m2", "<minimax:tool_call><invoke>1</minimax:tool_call>"),
+    ("minimax_m3", f'{M3}<tool_call>{M3}<invoke name="a">{M3}<x>1{M3}</y>{M3}</invoke>'),
+    ("minimax_m3", f'{M3}<tool_call>{M3}<invoke name="a">{M3}<x>{M3}<item>1{M3}</x>{M3}</invoke>'),
+    ("seed_oss", "<seed:tool_call><function=a><parameter=x>1</function></seed:tool_call>"),
+    ("lfm2", "<|tool_call_start|>[a(p=open('x'))]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[a(p='it's')]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[a('x')]<|tool_call_end|>"),
+    ("lfm2", '<|tool_call_start|>[{"arguments": {}}]<|tool_call_end|>'),
 ]
 GOOD = {
     "hermes": '<tool_call>{"name": "ok", "arguments": {}}</tool_call>',
@@ -242,6 +385,18 @@ GOOD = {
     "mistral": "[TOOL_CALLS]ok[ARGS]{}",
     "glm": "<tool_call>ok</tool_call>",
     "kimi": f"{KIMI_BEGIN}{KIMI}functions.ok:0{KIMI_ARGS}{{}}{KIMI_ONE_END}{KIMI_END}",
+    "apertus": '<|tools_prefix|>[{"ok": {}}]<|tools_suffix|>',
+    "apriel": '<tool_calls>[{"name": "ok", "arguments": {}}]</tool_calls>',
+    "nemotron": '<TOOLCALL>[{"name": "ok", "arguments": {}}]</TOOLCALL>',
+    "command_r7b": '<|START_ACTION|>[{"tool_name": "ok", "parameters": {}}]<|END_ACTION|>',
+    "gigachat": '<|function_call|>{"name": "ok", "arguments": {}}',
+    "functionary_3_1": "<function=ok>{}</function>",
+    "functionary_3_2": "all\nx>>>patch\nok",
+    "dsml": f'<{DSML}invoke name="ok"></{DSML}invoke>',
+    "minimax_m2": '<minimax:tool_call><invoke name="ok"></invoke></minimax:tool_call>',
+    "minimax_m3": f'{M3}<invoke name="ok">{M3}</invoke>',
+    "seed_oss": "<seed:tool_call><function=ok></function></seed:tool_call>",
+    "lfm2": "<|tool_call_start|>[ok()]<|tool_call_end|>",
 }
 
 
@@ -254,9 +409,16 @@ def test_a_call_that_cannot_be_read_stays_in_the_text_and_hides_no_other(format:
     assert (followed.text, followed.malformed) == (raw, (raw,))
 
 
-@pytest.mark.parametrize("format", sorted(set(FORMATS) - {"gptoss"}))
+@pytest.mark.parametrize("format", sorted(set(FORMATS) - {"gptoss", "functionary_3_2"}))
 def test_reasoning_is_one_block_at_the_start_and_holds_no_calls(format: str) -> None:
-    parse, good = FORMATS[format].parse, GOOD.get(format, "plain")
+    good = GOOD.get(format, "plain")
+    tags = ("<think>", "</think>") if format == "mistral" else FORMATS[format].thinking[0]
+
+    def parse(text: str, tools: Any, *, reasoning_open: bool) -> Parsed:
+        text = text.replace("<think>", tags[0]).replace("</think>", tags[1])
+        read = FORMATS[format].parse(text, tools, reasoning_open=reasoning_open)
+        return replace(read, text=read.text.replace(tags[0], "<think>").replace(tags[1], "</think>"))
+
     inside = parse(f"\n<think>\nDraft: {good}\n</think>\n\n  Answer \n", TOOLS, reasoning_open=False)
     assert inside == parsed("Answer \n", reasoning=f"Draft: {good}")
     opened = parse(f"Draft: {good}</think>Answer", TOOLS, reasoning_open=True)
@@ -287,7 +449,8 @@ def test_reasoning_of_gptoss_is_the_analysis_channel() -> None:
 def test_what_a_format_cannot_carry_is_refused(format: str) -> None:
     write = FORMATS[format].write
     fits = [] if format == "plain" else [call("a", x=1)]
-    write("Reasoning", "Text", fits)
+    tags = (*FORMATS[format].thinking, ("", ""))[0]
+    write("Reasoning" if tags[0] else None, "Text", fits)
     refused: list[tuple[str | None, str, list[ParsedCall]]] = [
         (None, "x", [call("a", x=float("nan"))]),
         (None, "x", [call("a", x="\ud800")]),
@@ -297,9 +460,16 @@ def test_what_a_format_cannot_carry_is_refused(format: str) -> None:
     ]
     if format == "gptoss":
         refused += [("a<|end|>b", "x", []), (None, f"x{GOOD[format]}", [])]
+    elif format == "functionary_3_2":
+        refused += [("a", "x", []), (None, "x\n>>>all\ny", []), (None, "x", [call("all", x=1)])]
     else:
-        refused += [("a</think>[/THINK]b", "x", []), (None, "<think>x", []), (None, GOOD.get(format, "<think>"), [])]
-    if format in ("qwen3_coder", "glm"):
+        closes = "".join(close for _, close in FORMATS[format].thinking)
+        refused += [(f"a{closes}b", "x", []), (None, f"{tags[0]}x", []), (None, GOOD.get(format, "<think>"), [])]
+    if format == "minimax_m3":
+        refused += [(None, "", [call("a", x=None)]), (None, "", [call("a", x=[])])]
+    if format == "lfm2":
+        refused += [(None, "", [ParsedCall("a", "freeform")]), (None, "", [ParsedCall("a", {"a b": 1})])]
+    if format in ("qwen3_coder", "glm", "seed_oss", "minimax_m2"):
         refused += [
             (None, "", [ParsedCall("a", "freeform")]),
             (None, "", [call("a", x="</parameter></arg_value>")]),

@@ -25,6 +25,7 @@ from towline.tokens.parsing.deepseek import marker
 SPACE = " \t\r\n"
 MARK = "\ue000"
 """The first character of the private use area, a run of which lets a test tell what became of each place in a text."""
+DSML, M3 = "\uff5cDSML\uff5c", "]<]minimax[>["
 MARKUP: dict[str, list[str]] = {
     "hermes": ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}'],
     "qwen3_coder": ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=k>", "</parameter>"],
@@ -45,10 +46,39 @@ MARKUP: dict[str, list[str]] = {
         *(f"<|tool_{what}|>" for what in ("calls_section_begin", "calls_section_end", "call_begin", "call_end")),
         *("<|tool_call_argument_begin|>", "functions.f:0"),
     ],
+    "apertus": ["<|tools_prefix|>", "<|tools_suffix|>", "[", "]", '{"f": {}}'],
+    "apriel": ["<tool_calls>", "</tool_calls>", "[", "]", '{"name": "f", "arguments": {}}'],
+    "nemotron": ["<TOOLCALL>", "</TOOLCALL>", "[", "]", '{"name": "f", "arguments": {}}'],
+    "command_r7b": [
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        '[{"tool_name": "f"}]',
+        "<|START_RESPONSE|>",
+        "<|END_RESPONSE|>",
+    ],
+    "gigachat": ["<|function_call|>", '{"name": "f", "arguments": {}}'],
+    "functionary_3_1": ["<function=f>", "</function>", "<|python_tag|>", "{}"],
+    "functionary_3_2": [">>>all\n", ">>>f\n", "{}", "all\n"],
+    "dsml": [
+        *(f"<{DSML}tool_calls>", f"</{DSML}tool_calls>", f'<{DSML}invoke name="f">', f"</{DSML}invoke>"),
+        *(f'<{DSML}parameter name="k" string="true">', f"</{DSML}parameter>", f'<{DSML}invoke name="f"/>', "{}"),
+    ],
+    "minimax_m2": [
+        *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "</invoke>", '<parameter name="k">'),
+        "</parameter>",
+    ],
+    "minimax_m3": [
+        *(f"{M3}<tool_call>", f"{M3}</tool_call>", f'{M3}<invoke name="f">', f"{M3}</invoke>", f"{M3}<k>", f"{M3}</k>"),
+        *(f"{M3}<item>", f"{M3}</item>", M3),
+    ],
+    "seed_oss": [
+        *("<seed:tool_call>", "</seed:tool_call>", "<function=f>", "</function>", "<parameter=k>", "</parameter>"),
+    ],
+    "lfm2": ["<|tool_call_start|>", "<|tool_call_end|>", "[f(", "k=", "'", ")]", ", ", '{"name": "f"}'],
     "plain": [],
 }
-NAMED_VALUES = {"qwen3_coder", "glm"}
-"""Formats with bare values, whose keys stand between brackets."""
+NAMED_VALUES = {"qwen3_coder", "glm", "dsml", "minimax_m2", "minimax_m3", "seed_oss", "lfm2"}
+"""Formats whose keys stand bare in their markup."""
 
 # Quotes, escapes, brackets and words that mean something to JSON, XML or a template, but form no markup.
 NASTY = """
@@ -71,20 +101,37 @@ def values(keys: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     return st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3))
 
 
+scalars = st.booleans() | numbers
+elements = (
+    nasty
+    | scalars
+    | st.lists(scalars, min_size=1, max_size=3)
+    | st.dictionaries(
+        words.filter(lambda word: word != "item"), scalars | st.lists(scalars, min_size=1), min_size=1, max_size=3
+    )
+)
+"""Values that are read back from elements without a schema: strings inside others may be numbers."""
+
+
 @st.composite
 def replies(draw: st.DrawFn, format: str) -> tuple[str | None, str, list[ParsedCall], list[Tool]]:
     """Reasoning, text and calls, and the tools as a harness would declare them."""
     text = draw(nasty).strip(SPACE)
     reasoning = draw(st.none() | nasty.map(lambda drawn: drawn.strip(SPACE) or None))
+    if not FORMATS[format].thinking:
+        reasoning = None
     calls, tools = [], []
     for index in range(0 if format == "plain" else draw(st.integers(0, 3))):
         name = f"{draw(words)}{index}"
         keys = words if format in NAMED_VALUES else words | nasty
-        arguments = draw(st.dictionaries(keys, values(nasty), max_size=4))
+        inner = elements if format == "minimax_m3" else values(nasty)
+        arguments = draw(st.dictionaries(keys, inner, max_size=4))
         native_id = f"functions.{name}:{index}" if format == "kimi" else ""
         if format == "mistral":
             native_id = draw(st.just("") | st.from_regex(r"[A-Za-z0-9]{9}", fullmatch=True))
         calls.append(ParsedCall(name, arguments, native_id))
+        # An element `item` is one of a list's, wherever it stands first.
+        arguments.pop("item", None)
         properties = {key: {"type": "string"} if isinstance(value, str) else {} for key, value in arguments.items()}
         tools.append(Tool(name, parameters={"type": "object", "properties": properties}))
     return reasoning, text, calls, tools
@@ -139,7 +186,8 @@ def garbled(draw: st.DrawFn, format: str) -> str:
             continue
         count = 0 if format == "plain" else draw(st.integers(0, 3))
         calls = [ParsedCall(f"f{MARK}", {MARK: MARK, f"{MARK}{MARK}": {"n": [MARK, 1]}}) for _ in range(count)]
-        written = FORMATS[format].write(draw(st.sampled_from([None, MARK])), draw(st.sampled_from(["", MARK])), calls)
+        thought = draw(st.sampled_from([None, MARK])) if FORMATS[format].thinking else None
+        written = FORMATS[format].write(thought, draw(st.sampled_from(["", MARK])), calls)
         start = draw(st.integers(0, len(written)))
         pieces.append(written[:start] + written[draw(st.integers(start, min(len(written), start + 30))) :])
     marks = iter(range(ord(MARK), 0xF8FF))

@@ -37,7 +37,8 @@ _SCOPES = 16_384
 """Results of comparisons that are remembered, a few for each conversation."""
 _ASKED = Message("user", "x")
 """Stands for a history that does not matter."""
-_OPENED = re.compile(r"<think>\s*$|\[THINK\]\s*$")
+_THINKING = ("<think>", "[THINK]")
+"""Tags of reasoning that a template may write whatever its format of calls is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,12 +480,16 @@ class SentinelCodec:
 
     # Replies
 
+    def _thinks(self, prompt: str) -> bool:
+        """Whether a prompt has opened the reasoning."""
+        return prompt.rstrip().endswith((*_THINKING, *(tag for tag, _ in self.format.thinking)))
+
     def parse(self, text: str, prompt_tail: str, tools: Sequence[Tool]) -> Parsed:
-        return self.format.parse(text, tools, reasoning_open=_OPENED.search(prompt_tail) is not None)
+        return self.format.parse(text, tools, reasoning_open=self._thinks(prompt_tail))
 
     def write(self, text: str, reasoning: str | None, calls: Sequence[ToolCall], frame: Frame) -> list[int]:
         reply = Message("assistant", text, reasoning, tuple(calls))
-        opened = _OPENED.search(self._render([Message("user", "x")], frame)) is not None
+        opened = self._thinks(self._render([_ASKED], frame))
         body = self.format.write(
             reasoning,
             text,

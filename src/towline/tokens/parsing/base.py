@@ -59,6 +59,11 @@ class Format(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def thinking(self) -> tuple[tuple[str, str], ...]:
+        """Tags of reasoning. A prompt that ends with an opening one has begun it."""
+        ...
+
     def parse(self, text: str, tools: Sequence[Tool], *, reasoning_open: bool) -> Parsed:
         """Read one turn's text, special tokens kept, without its end-of-turn token.
 

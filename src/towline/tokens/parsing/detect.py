@@ -12,12 +12,24 @@ _MARKS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("deepseek", re.compile(re.escape(DeepSeek.section[0]))),
     ("mistral", re.compile(r"\[TOOL_CALLS\]")),
     ("glm", re.compile(r"<arg_key>")),
+    ("dsml", re.compile("\uff5cDSML\uff5c")),
+    ("apertus", re.compile(r"<\|tools_prefix\|>")),
+    ("command_r7b", re.compile(r"<\|START_ACTION\|>")),
+    ("gigachat", re.compile(r"<\|function_call\|>")),
+    ("lfm2", re.compile(r"<\|tool_call_start\|>")),
+    ("minimax_m3", re.compile(r"\]<\]minimax\[>\[")),
+    ("minimax_m2", re.compile(r"<minimax:tool_call>")),
+    ("seed_oss", re.compile(r"<seed:tool_call>")),
+    ("nemotron", re.compile(r"<TOOLCALL>")),
+    ("functionary_3_2", re.compile(r">>>\$\{recipient\}")),
+    ("functionary_3_1", re.compile(r"<\{start_tag\}=\{function_name\}>")),
+    ("apriel", re.compile(r"<tool_calls>\[")),
     ("qwen3_coder", re.compile(r"<function=")),
     ("hermes", re.compile(r"<tool_call>")),
     ("llama3", re.compile(r"<\|python_tag\|>|<\|start_header_id\|>[\s\S]*\\?\"parameters\\?\": ")),
 )
 """Most telling first: several families wrap what is theirs in `<tool_call>`."""
-_OTHERS = re.compile(r"<tool_sep>|<TOOLCALL>|<seed:tool_call>|<\|tool_call_start\|>")
+_OTHERS = re.compile(r"<tool_sep>")
 """Marks of formats that share a tag with one of ours and are not it."""
 
 

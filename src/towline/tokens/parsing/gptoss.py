@@ -34,6 +34,7 @@ class GptOss:
     """Harmony messages."""
 
     name: ClassVar[str] = "gptoss"
+    thinking: ClassVar[tuple[tuple[str, str], ...]] = (("<|channel|>analysis<|message|>", "<|end|>"),)
 
     def parse(self, text: str, tools: Sequence[Tool], *, reasoning_open: bool) -> Parsed:
         messages = _Messages(text, Offered(tools))

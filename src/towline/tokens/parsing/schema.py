@@ -7,12 +7,15 @@ spellings too; they are understood where the schema allows such a value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from towline.tokens.parsing.base import SPACE
-from towline.tokens.parsing.values import decode
+from towline.tokens.parsing.values import canonical, decode
 
+_LONGEST = 100_000
+"""Characters of a list or object in Python's notation that is read."""
 _PYTHON: dict[str, tuple[str, Any]] = {
     "True": ("boolean", True),
     "False": ("boolean", False),
@@ -22,19 +25,72 @@ _PYTHON: dict[str, tuple[str, Any]] = {
 
 def typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
     """The value of parameter `key` under the tool's schema `parameters`."""
-    properties = parameters.get("properties")
-    schema = properties.get(key) if isinstance(properties, dict) else None
-    allowed = _types(schema, parameters)
+    return typed_as(text, child(parameters, key, parameters), parameters)
+
+
+def typed_as(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
+    """The value of a bare text under `schema`, whose references are into `root`."""
+    allowed = _types(schema, root)
     if allowed == {"string"}:
         return text
     bare = text.strip(SPACE)
+    if not bare and allowed in ({"object"}, {"array"}):
+        return {} if allowed == {"object"} else []
     spelled = _PYTHON.get(bare)
     if spelled is not None and spelled[0] in allowed:
         return spelled[1]
     read = decode(bare)
+    if read is None and allowed and allowed <= {"object", "array", "null"}:
+        read = _python(bare)
     if read is None or ("string" in allowed and not _is_one_of(read[0], allowed)):
         return text
     return read[0]
+
+
+def child(schema: Any, key: str, root: Mapping[str, Any]) -> Any:
+    """The schema of a field of an object; `None` if nothing is known."""
+    for part in _parts(schema, root):
+        properties = part.get("properties")
+        if isinstance(properties, dict) and key in properties:
+            return properties[key]
+        if isinstance(part.get("additionalProperties"), dict):
+            return part["additionalProperties"]
+    return None
+
+
+def items(schema: Any, root: Mapping[str, Any]) -> Any:
+    """The schema of an array's items; `None` if nothing is known."""
+    return next((part["items"] for part in _parts(schema, root) if isinstance(part.get("items"), dict)), None)
+
+
+def _parts(schema: Any, root: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A schema and what it refers to or is united of."""
+    waiting, followed = [schema], set[str]()
+    while waiting:
+        part = waiting.pop(0)
+        if not isinstance(part, dict):
+            continue
+        yield part
+        for union in ("anyOf", "oneOf", "allOf"):
+            waiting += _listed(part.get(union))
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            waiting.append(_resolve(reference, root))
+
+
+def _python(text: str) -> tuple[Any] | None:
+    """A list or an object that was printed as Python does; `None` if it is none that JSON can carry."""
+    if len(text) > _LONGEST or text[:1] not in ("[", "{"):
+        return None
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+    if not isinstance(value, dict | list):
+        return None
+    written = canonical(value)
+    return None if written is None else decode(written.decode())
 
 
 def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:

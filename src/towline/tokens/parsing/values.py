@@ -59,6 +59,9 @@ class Offered:
         tool = self._tools.get(name)
         return tool is not None and tool.custom
 
+    def known(self, name: str) -> bool:
+        return name in self._tools
+
     def parameters(self, name: str) -> Mapping[str, Any]:
         """The JSON Schema of a tool's arguments; empty if nothing is known."""
         tool = self._tools.get(name)
