@@ -57,6 +57,7 @@ class Sample(Model):
     row_tokens: int = 0
     sampled_tokens: int = 0
     malformed_calls: int = 0
+    calls_as_text: int = 0
     truncated: bool = False
     plain_difference: float | None = None
     seconds: float = 0.0
@@ -93,6 +94,7 @@ class Sample(Model):
             row_tokens=report.row_tokens,
             sampled_tokens=sum(len(turn.sampled) for turn in trajectory.turns),
             malformed_calls=report.malformed_calls,
+            calls_as_text=report.calls_as_text,
             truncated=any(trace.truncated for trace in trajectory.traces),
             plain_difference=report.plain_difference,
             seconds=trajectory.timings.get("run", 0.0),

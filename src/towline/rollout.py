@@ -117,6 +117,8 @@ def line_of(one: Finished) -> dict[str, Any]:
         "forks": report.forks,
         "trained_tokens": report.trained_tokens,
         "row_tokens": report.row_tokens,
+        "malformed_calls": report.malformed_calls,
+        "calls_as_text": report.calls_as_text,
         "timings": {stage: round(seconds, 3) for stage, seconds in trajectory.timings.items()},
         "notes": trajectory.metadata.get("notes", []),
     }
@@ -139,6 +141,8 @@ def summary(results: Results) -> dict[str, Any]:
         "mean_reward": sum(scores) / len(scores) if scores else None,
         "turns": sum(line["turns"] for line in lines),
         "trained_tokens": sum(line["trained_tokens"] for line in lines),
+        "malformed_calls": sum(line["malformed_calls"] for line in lines),
+        "calls_as_text": sum(line["calls_as_text"] for line in lines),
         "tasks": {
             name: {
                 "sessions": len(group),

@@ -149,6 +149,7 @@ def fidelity_panel(report: FidelityReport) -> Panel:
         or "none",
         "plain server": f"{difference} would differ" if report.plain_difference is not None else difference,
         "special text": f"{report.special_text:,}   malformed calls {report.malformed_calls:,}",
+        **({"calls as text": f"{report.calls_as_text:,} turns"} if report.calls_as_text else {}),
     }
     grid = _grid()
     for name, value in rows.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from towline.cli.doctor import doctor
-from towline.config import ServerSettings, Settings
+from towline.cli.engines import make_codec
+from towline.config import ModelSettings, ServerSettings, Settings
 from towline.doctor import model, place
 from towline.doctor.findings import Finding, Level, worst
 from towline.engines.base import Capture, EngineInfo
@@ -39,6 +42,30 @@ def examine(*words: str) -> tuple[int, dict[str, Any]]:
     app.command()(doctor)
     done = CliRunner().invoke(app, [*words, "--json"])
     return done.exit_code, json.loads(done.stdout)
+
+
+UNKNOWN = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}@@{{ c.function.name }} {{ c.function.arguments|tojson }}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_template_whose_calls_nobody_reads_is_told(folder: Path, tmp_path: Path, assets: Path) -> None:
+    """In the doctor's findings, and in one line wherever a model is loaded."""
+    template = tmp_path / "unknown.jinja"
+    template.write_text(UNKNOWN)
+    told = "tool calls of this template reach the harness as text"
+    for given, unknown in ((template, True), (None, False)):
+        settings = ModelSettings(folder=assets / "tokenizers" / "qwen3", template=given)
+        console = Console(file=io.StringIO(), width=200)
+        codec = make_codec(settings, assets / "tokenizers" / "qwen3", console)
+        assert isinstance(console.file, io.StringIO)
+        assert (told in console.file.getvalue()) is unknown
+        assert any(told in found.said and found.level is Level.WARNING for found in model.template(codec)) is unknown
+    named = make_codec(
+        ModelSettings(template=template, format="hermes"), assets / "tokenizers" / "qwen3", Console(quiet=True)
+    )
+    assert not named.calls_as_text
 
 
 def test_what_is_needed_decides_the_exit_status(folder: Path, tmp_path: Path) -> None:

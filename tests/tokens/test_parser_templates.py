@@ -11,12 +11,14 @@ from typing import Any
 import jinja2.ext
 import jinja2.sandbox
 import pytest
+from conversations import Say, Talk, call, modelled, user
 from hypothesis import example, given
 from hypothesis import strategies as st
 from renderers import parsing
 from tokenizers import Tokenizer
 
-from towline.conversation import Tool
+from towline.conversation import Message, Tool, ToolCall
+from towline.tokens.codec import Frame
 from towline.tokens.parser import FORMATS, ParsedCall, detect
 from towline.tokens.parsing.deepseek import marker
 
@@ -32,7 +34,7 @@ FAMILIES = {
     "glm4moe": "glm",
     "gptoss": "gptoss",
     "idefics3": "plain",
-    "lfm2": "plain",
+    "lfm2": "lfm2",
     "llama3": "plain",
     "llama3_1": "llama3",
     "llama3_2": "llama3",
@@ -76,7 +78,11 @@ def test_the_format_of_templates_by_their_marks() -> None:
         '<|start_header_id|>{{ \'{"name": "\' + name + \'", "parameters": \' }}': "llama3",
         "<|start_header_id|>assistant": "plain",
         "<tool_call>{{ name }}<tool_sep>": "plain",
-        "<seed:tool_call><function={{ name }}>": "plain",
+        "<seed:tool_call><function={{ name }}>": "seed_oss",
+        "{{ '>>>${recipient}' }}": "functionary_3_2",
+        "<{start_tag}={function_name}> <function=": "functionary_3_1",
+        "]<]minimax[>[<tool_call>": "minimax_m3",
+        "<\uff5cDSML\uff5ctool_calls>": "dsml",
         "": "plain",
     }.items():
         assert detect(source) == format
@@ -147,6 +153,98 @@ def test_what_a_template_shows_of_a_call_is_read_and_what_is_written_is_what_it_
     if name != "gptoss":
         # The template of gpt-oss puts the recipient before the channel; the model samples it behind.
         assert reply.strip().endswith(format.write(None, "", list(read.calls)).strip())
+
+
+MODELS = {
+    "apertus": "apertus",
+    "apriel_1_6": "apriel",
+    "command_r7b": "command_r7b",
+    "deepseek_v3_1": "deepseek",
+    "deepseek_v3_2": "dsml",
+    "deepseek_v4": "dsml",
+    "devstral_small": "mistral",
+    "functionary_3_1": "functionary_3_1",
+    "functionary_3_2": "functionary_3_2",
+    "gigachat3_1": "gigachat",
+    "glm_4_6": "glm",
+    "glm_4_7_flash": "glm",
+    "granite_3_3": "plain",
+    "granite_4_0": "hermes",
+    "hermes_3": "hermes",
+    "kimi_k2": "kimi",
+    "kimi_k2_thinking": "kimi",
+    "kimi_k3": "plain",
+    "lfm2_5": "lfm2",
+    "lfm2_5_moe": "lfm2",
+    "minimax_m2": "minimax_m2",
+    "minimax_m3": "minimax_m3",
+    "ministral_3": "mistral",
+    "mistral_nemo": "mistral",
+    "mistral_small_3_2": "mistral",
+    "nemotron_nano_v2": "nemotron",
+    "qwen3_coder": "qwen3_coder",
+    "qwq": "hermes",
+    "seed_oss": "seed_oss",
+    "smollm3": "plain",
+    "step_3_5": "qwen3_coder",
+}
+"""Templates of single models; `plain` where calls are none, or of no known format."""
+UNRENDERED = {"granite_3_3", "kimi_k2", "kimi_k2_thinking", "lfm2_5", "smollm3"}
+"""They show no calls, or fail on them."""
+ONE_CALL = {"gigachat3_1"}
+LOOKS = Tool(
+    "look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}, "deep": {"type": "boolean"}}}
+)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_call_that_a_model_template_shows_is_read(name: str) -> None:
+    codec = modelled(name)
+    assert codec.format.name == MODELS[name]
+    assert codec.calls_as_text == (MODELS[name] == "plain")
+    assert codec.check.tool_calls == (name not in UNRENDERED)
+    if name in UNRENDERED or codec.calls_as_text:
+        return
+    calls = (ToolCall("abcdefgh1", "edit", ARGUMENTS), ToolCall("abcdefgh2", "look", {"at": "[x] 5", "deep": True}))
+    results = [Message("tool", f"RESULT{call.id}", tool_call_id=call.id, name=call.name) for call in calls]
+    frame = Frame((TOOL, LOOKS))
+    for made in (calls[:1], calls) if name not in ONE_CALL else (calls[:1],):
+        reply = Message("assistant", "", None, made)
+        shown = codec.shown([Message("user", "QUESTION"), reply, *results[: len(made)]], frame)
+        reply_text = shown[shown.index("QUESTION") : shown.index("RESULTabc")]
+        last = max(reply_text.rfind(word) for word in ("20", "true", "True"))
+        end = codec._end_pattern.search(reply_text, last)
+        reply_text = reply_text[: end.start() if end else None]
+        if name == "functionary_3_2":
+            reply_text = reply_text[reply_text.index(">>>") :]
+        read = codec.format.parse(reply_text, frame.tools, reasoning_open=False)
+        assert [(one.name, one.arguments) for one in read.calls] == [(one.name, one.arguments) for one in made]
+        assert read.malformed == ()
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - UNRENDERED - {"kimi_k3"}))
+def test_calls_of_every_model_template_are_one_row(name: str) -> None:
+    """Written in the model's format, read, answered and continued: calls with text, alone, and several at once."""
+    codec = modelled(name)
+    talk = Talk(codec)
+    turn = talk.ask([user("QUESTION")], Say("", (call("bash", command="ls"),)))
+    turn = talk.ask(turn.answered("RESULT one"), Say("", (call("read", path="a"),)))
+    if name not in ONE_CALL:
+        turn = talk.ask(turn.answered("RESULT two"), Say("", (call("bash", command="b"), call("read", path="c"))))
+    turn = talk.ask(turn.answered(), "Done.")
+    assert turn.reply.text.strip() == "Done."
+    made = [len(node.reply.tool_calls) for node in talk.nodes if node.reply]
+    assert made == ([1, 1, 0] if name in ONE_CALL else [1, 1, 2, 0])
+    report = talk.trajectory().report
+    assert (report.chains, report.forks, report.malformed_calls, report.calls_as_text) == (1, {}, 0, 0)
+
+
+def test_turns_whose_calls_are_text_are_counted() -> None:
+    talk = Talk(modelled("smollm3"))
+    turn = talk.ask([user("One.")], "<call>ls</call>")
+    talk.ask([*turn.history, user("Two.")], "Yes.", tools=())
+    report = talk.trajectory().report
+    assert (report.calls_as_text, report.turns) == (1, 2)
 
 
 # Without markup, and without marks that combine with what stands before them: the tokenizer's normalisation changes nothing.

@@ -232,6 +232,7 @@ def model_folder(model: ModelSettings, console: Console) -> Path:
 def make_codec(model: ModelSettings, folder: Path, console: Console) -> SentinelCodec:
     from towline.tokens.codec import SpecialText
     from towline.tokens.loading import load_codec
+    from towline.tokens.selfcheck import CALLS_AS_TEXT
 
     with console.status("loading the tokenizer and checking the template"):
         codec = load_codec(
@@ -241,7 +242,7 @@ def make_codec(model: ModelSettings, folder: Path, console: Console) -> Sentinel
             format=model.format,
             special_text=SpecialText(model.special_text),
         )
-    for problem in codec.check.problems:
+    for problem in (*codec.check.problems, *([CALLS_AS_TEXT] if codec.calls_as_text else [])):
         console.print(f"[yellow]template:[/] {common.plain(problem)}", highlight=False)
     return codec
 

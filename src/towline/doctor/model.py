@@ -22,6 +22,7 @@ from towline.gateway.gateway import Gateway
 from towline.gateway.server import serving
 from towline.schema import EndReason, Trajectory
 from towline.tokens.codec import Codec
+from towline.tokens.selfcheck import CALLS_AS_TEXT
 
 QUESTIONS = (
     "Look at the files in src/ and tell me which one is the largest.",
@@ -68,6 +69,9 @@ def template(codec: Codec) -> list[Finding]:
         )
         for problem in check.problems
     ]
+    if codec.calls_as_text:
+        fix = "set `model.format` if it writes calls in a format of docs/exactness.md, or take another template"
+        problems.append(Finding("template", codec.name, Level.WARNING, CALLS_AS_TEXT, fix))
     before = [name for name, can in check.continues.items() if can]
     if not problems:
         said = f"turns are continued in place before {', '.join(before)} messages"

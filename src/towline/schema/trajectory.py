@@ -268,6 +268,8 @@ class FidelityReport(Model):
     special_text: Count = 0
     """Special-token texts inside messages."""
     malformed_calls: Count = 0
+    calls_as_text: Count = 0
+    """Turns with tools under a template whose format of calls is not known: their calls reached the harness as text."""
     frozen_turns: Count = 0
     """Turns that other engines than the policy sampled; they are in no row."""
     unknown_prompts: Count = 0

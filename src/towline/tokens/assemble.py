@@ -21,6 +21,7 @@ from towline.schema import (
 )
 from towline.tokens import builders, notes, roles
 from towline.tokens.builders import is_inline
+from towline.tokens.continuation import CALLS_AS_TEXT
 from towline.tokens.graph import Graph, Node
 from towline.tokens.plain_difference import MOST_NAMED, plain_difference, stitched_difference
 from towline.tokens.roles import Part
@@ -96,6 +97,7 @@ def assemble(
         plain_different=len(difference.turns),
         plain_different_turns=list(difference.turns)[:MOST_NAMED],
         special_text=sum(node.special_text for node in nodes),
+        calls_as_text=sum(CALLS_AS_TEXT in node.flags for node in nodes),
         malformed_calls=sum(len(node.reply.malformed) for node in nodes if node.reply is not None),
         frozen_turns=sum(node.untrained is Untrained.FROZEN for node in nodes),
         unknown_prompts=sum(node.untrained is Untrained.PROMPT_UNKNOWN for node in nodes),

@@ -85,6 +85,11 @@ class Codec(Protocol):
     short_call_ids: bool
     """Tool-call ids must be nine alphanumeric characters (Mistral's templates insist)."""
 
+    @property
+    def calls_as_text(self) -> bool:
+        """The template's format of calls is not known: what the model writes as a call reaches the harness as text."""
+        ...
+
     def sees(self, message: Message, frame: Frame) -> list[Media]:
         """The media of a message that the model gets to see, in order; of all others it sees a marker."""
         ...

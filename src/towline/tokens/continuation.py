@@ -32,6 +32,8 @@ FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE = "forced_close", "spliced_replies",
 _DIFFERS = (ForkReason.HISTORY_EDITED, ForkReason.UNMATCHED)
 """Reasons that are told with the first differing message."""
 _FLAGS = (FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE)
+CALLS_AS_TEXT = "calls_as_text"
+"""The flag of a turn with tools whose calls, if it made any, are part of its text."""
 UNREPORTED = "image_unreported"
 """The flag of a turn in whose prompt the engine puts something for an image that it does not tell."""
 
@@ -137,6 +139,8 @@ class Planner:
         """Decide and make the prompt. Raises `TemplateError` if the template refuses the messages outright."""
         plan = self._decide(graph, request, key, frame, hashes)
         plan.flags += media.not_shown(plan.new, lambda message: self.codec.sees(message, frame))
+        if frame.tools and self.codec.calls_as_text:
+            plan.flags.append(CALLS_AS_TEXT)
         if plan.reason in _DIFFERS:
             reference = _compared(plan) or lineage.nearest(graph, request.messages)
             plan.difference = lineage.difference(graph, reference, request.messages) if reference is not None else {}

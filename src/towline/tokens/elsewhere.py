@@ -22,6 +22,7 @@ class ElsewhereCodec:
 
     name = "elsewhere"
     short_call_ids = False
+    calls_as_text = False
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: frozenset[int] = frozenset()):
         self.tokenizer = tokenizer

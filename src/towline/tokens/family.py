@@ -49,6 +49,10 @@ class FamilyCodec(SentinelCodec):
         if self._renderer({}) is None:
             raise ConfigError(f"the family {family!r} is not known to renderers, or does not fit this tokenizer")
 
+    @property
+    def calls_as_text(self) -> bool:
+        return False  # The family's own parser reads what no format here does.
+
     def _renderer(self, arguments: Mapping[str, Any]) -> Any:
         """The family's renderer under these template arguments; `None` if it does not know them."""
         key = repr(sorted(arguments.items()))

@@ -17,7 +17,8 @@ _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
 """End a turn wherever a tokenizer has them: they are never content."""
 _TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eot|>", "<|call|>", "<|return|>", "<|user|>", "<|observation|>", "<end_of_turn>",
-    "<turn|>", "<|tool_response>", "</s>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "[e~[",
+    "<turn|>", "<|tool_response>", "</s>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "[e~[", "<|assistant_end|>",
+    "<|tools_suffix|>", "<|message_sep|>", "<|end_of_msg|>", "<seed:eos>", "<SPECIAL_12>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
 """End-of-turn tokens by family; one counts if the tokenizer has it and the template writes it."""

@@ -28,6 +28,8 @@ CALLED = (
     Message("tool", "an earlier result", tool_call_id=_CALL.id, name=_CALL.name),
 )
 """A call and its result, for histories in which it matters that there were some."""
+CALLS_AS_TEXT = "tool calls of this template reach the harness as text"
+"""What is said of a template whose format of calls is not known."""
 _NONE: Ids = np.empty(0, np.int32)
 _USER = "PROBEuser"
 _ARGUMENT = "PROBEargument"

@@ -122,6 +122,10 @@ class SentinelCodec:
             self.pictures = Pictures(tokenizer, self.check.image, self.check.image_roles)
         self.short_call_ids = self.check.short_call_ids
 
+    @property
+    def calls_as_text(self) -> bool:
+        return self.format.name == "plain"
+
     # What the template is given
 
     def fields(self, message: Message, shown: Sequence[Media] = ()) -> dict[str, Any]:

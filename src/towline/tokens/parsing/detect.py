@@ -16,7 +16,7 @@ _MARKS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("apertus", re.compile(r"<\|tools_prefix\|>")),
     ("command_r7b", re.compile(r"<\|START_ACTION\|>")),
     ("gigachat", re.compile(r"<\|function_call\|>")),
-    ("lfm2", re.compile(r"<\|tool_call_start\|>")),
+    ("lfm2", re.compile(r"<\|tool_call_start\|>|List of tools: (?:<\|tool_list_start\|>)?\[")),
     ("minimax_m3", re.compile(r"\]<\]minimax\[>\[")),
     ("minimax_m2", re.compile(r"<minimax:tool_call>")),
     ("seed_oss", re.compile(r"<seed:tool_call>")),
