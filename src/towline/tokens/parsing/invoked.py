@@ -65,6 +65,8 @@ class Invoked(Tagged):
             return broken(scan, inside, bound, self._close(self.sections[0]))
         found = ({}, head.end()) if head[2] else self._arguments(scan, head[1], head.end(), bound, offered)
         made = call(head[1], found[0], offered) if found else None
+        if found is None:
+            scan.astray()  # It was read to where it broke, which may be far.
         block = Block(found[1], [made]) if found and made else broken(scan, inside, bound, self._close("invoke"))
         ending = scan.skip(block.stop)
         for name in self.sections:
@@ -83,18 +85,23 @@ class Invoked(Tagged):
             if whole and isinstance(whole[0], dict) and scan.at(self._close("invoke"), end):
                 return whole[0], end + len(self._close("invoke"))
             return None
-        schema, values = offered.parameters(name), dict[str, Any]()
+        spans = []
         while scan.at(f"{self._open('parameter')} ", place):
             tag = _PARAMETER.match(scan.text, place + len(self._open("parameter")))
             stop = scan.find(self._close("parameter"), tag.end()) if tag else scan.end
             if tag is None or stop >= scan.reach(bound):
                 return None
-            value = self.read_value(scan.text[tag.end() : stop], tag[2], schema, tag[1])
+            spans.append((tag[1], tag[2], tag.end(), stop))
+            place = scan.skip(stop + len(self._close("parameter")))
+        if not scan.at(self._close("invoke"), place):
+            return None
+        schema, values = offered.parameters(name), dict[str, Any]()
+        for key, string, first, last in spans:
+            value = self.read_value(scan.text[first:last], string, schema, key)
             if value is None:
                 return None
-            values[tag[1]] = value[0]
-            place = scan.skip(stop + len(self._close("parameter")))
-        return (values, place + len(self._close("invoke"))) if scan.at(self._close("invoke"), place) else None
+            values[key] = value[0]
+        return values, place + len(self._close("invoke"))
 
     def write_calls(self, calls: Sequence[ParsedCall], after: str) -> str:
         written = []
