@@ -16,7 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import BASH, EDIT, TOOLS, Body, Opened, Rig, Start, Wire, eventually, message_of, system, user
+from gateway_rig import (
+    BASH,
+    EDIT,
+    TOOLS,
+    Body,
+    Opened,
+    Rig,
+    Start,
+    Wire,
+    eventually,
+    message_of,
+    running_gateway,
+    system,
+    user,
+)
 
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say, ScriptedEngine
@@ -702,3 +716,26 @@ async def test_rows_of_a_harness_that_appends_to_every_reply(start: Start) -> No
     assert report.row_tokens < 60 * 60
     assert report.untrained_tokens == {"end_of_turn": 59}
     assert report.trained_tokens == sum(len(turn.sampled) - turn.unended for turn in made.turns)
+
+
+async def test_rows_after_a_restart(codec: Codec, tmp_path: Path) -> None:
+    """What the journal holds of such turns is enough to continue them, and to build the same row."""
+
+    def script(request: Request) -> Say:
+        return Say(f"Thought: number {len(request.messages)} of many.")
+
+    history = [SYSTEM, user(TASK)]
+    session: Opened | None = None
+    for _ in range(2):
+        async with running_gateway(codec, tmp_path, script) as rig:
+            session = session or await rig.open(instruction=TASK, settings={"roles": [{"role": "main", "model": "m"}]})
+            session.base_url = rig.running.base_url + "/v1"
+            for _ in range(2):
+                status, made = await rig.post(session, {"model": "m", "messages": history})
+                assert status == 200, made
+                said = f"{message_of(made)['content']}\n<end_code>"
+                history = [*history, {"role": "assistant", "content": said}, user(f"Observation {len(history)}")]
+            built = await rig.trajectory(session)
+    assert rows(built) == [[0, 1, 2, 3]]
+    assert [turn.role_reason for turn in built.turns] == ["setting roles"] * 4
+    assert all(turn.difference for turn in built.turns[1:])

@@ -20,18 +20,20 @@ def appended(node: Node, message: Message, codec: Codec) -> tuple[int, str]:
     if reply is None or node.finish in (None, Finish.ABORT) or node.prefill is not None or not len(node.sampled):
         return 0, ""
     text = message.text.replace("\r\n", "\n")
-    if message.role != "assistant" or message.tool_calls or reply.tool_calls or message.media or not reply.text:
+    words = reply.text.strip()
+    if message.role != "assistant" or message.tool_calls or reply.tool_calls or message.media or not words:
         return 0, ""
     body = node.sampled[:-1] if int(node.sampled[-1]) in codec.stop_ids else node.sampled
     raw = codec.tokenizer.decode(body.tolist())
-    start = raw.rfind(reply.text)
-    # The harness may send reasoning back within the text.
-    begins = text.find(reply.text) if text.lstrip().startswith("<think>") else 0
-    if start < 0 or begins < 0 or not text.startswith(reply.text, begins):
+    start = raw.rfind(words)
+    # The harness may send reasoning back within the text; outer space means nothing.
+    thought = text.find("</think>") if text.lstrip().startswith("<think>") else -1
+    begins = text.find(words, thought) if thought >= 0 else len(text) - len(text.lstrip())
+    if start < 0 or begins < 0 or not text.startswith(words, begins):
         return 0, ""
     said, text = raw[start:], text[begins:]
     shared = next((n for n, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), min(len(said), len(text)))
-    if shared < len(reply.text) or said[shared:].strip() or shared == len(text):
+    if shared < len(words) or said[shared:].strip() or shared == len(text):
         return 0, ""
     for kept in range(len(body), max(len(body) - _LOOSE, 0), -1):
         before = codec.tokenizer.decode(body[:kept].tolist())
