@@ -101,6 +101,24 @@ async def test_going_round_in_circles_ends_the_run(codec: Codec, tmp_path: Path)
         assert 5 <= len(finished.trajectory.turns) < 100
 
 
+async def test_the_looping_guard_needs_no_parents(codec: Codec, tmp_path: Path) -> None:
+    """A harness that edits its history makes every turn a root, and goes round in circles all the same."""
+    async with running_node(codec, tmp_path, never_ends, looping=4) as rig:
+        finished = await one(rig, "edit")
+        assert finished.trajectory.end_reason is EndReason.LOOPING
+        assert {turn.parent for turn in finished.trajectory.turns} == {None}
+
+
+@pytest.mark.parametrize("behaviour", ["edit", "handoff"])
+async def test_the_answer_is_that_of_the_conversation_that_continues_main(
+    behaviour: str, codec: Codec, tmp_path: Path
+) -> None:
+    async with running_node(codec, tmp_path, writes_hello) as rig:
+        finished = await one(rig, behaviour, evaluator={"kind": "answer", "answer": "It is written."})
+        assert finished.trajectory.reward.score == 1.0
+        assert [str(turn.role) for turn in finished.trajectory.turns] == ["main", "main"]
+
+
 async def test_a_used_up_limit_ends_the_run(codec: Codec, tmp_path: Path) -> None:
     async with running_node(codec, tmp_path, never_ends, looping=0) as rig:
         finished = await one(rig, settings={"limits": {"turns": 3}})

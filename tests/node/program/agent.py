@@ -1,7 +1,8 @@
 """A small agent in plain Python: asks the model, runs the commands it calls for, until it answers in text.
 
 How it behaves after that is its first argument: `work` ends well, `fail` ends with exit code 3, `hang` sleeps, `silent` never
-asks, `daemon` leaves a process behind, `patient` sleeps before it asks.
+asks, `daemon` leaves a process behind, `patient` sleeps before it asks. `edit` puts other words into each reply that it keeps;
+`handoff` goes on under another system prompt.
 """
 
 import json
@@ -38,8 +39,9 @@ def main(behaviour):
         time.sleep(0.5)
     messages = [{"role": "user", "content": os.environ["TOWLINE_INSTRUCTION"]}]
     while True:
-        message = reply(messages)
-        messages.append(message)
+        prompt = "Another agent." if behaviour == "handoff" and len(messages) > 1 else "An agent."
+        message = reply([{"role": "system", "content": prompt}, *messages] if behaviour == "handoff" else messages)
+        messages.append({**message, "content": "(edited)"} if behaviour == "edit" else message)
         if not message.get("tool_calls"):
             break
         for call in message["tool_calls"]:
