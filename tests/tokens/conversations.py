@@ -28,10 +28,11 @@ from towline.schema import BuilderName, ContextPolicy, EndReason, ForkReason, Tr
 from towline.tokens import fingerprint
 from towline.tokens.assemble import assemble
 from towline.tokens.codec import Frame, SpecialText
-from towline.tokens.continuation import Capture, Planner, Vanishing
+from towline.tokens.continuation import Planner
 from towline.tokens.graph import Graph, Node
 from towline.tokens.jinja import ChatTemplate
 from towline.tokens.loading import load_codec, make_codec
+from towline.tokens.plan import Capture, Vanishing
 from towline.tokens.settle import bare_id, settle
 from towline.tokens.template import SentinelCodec
 from towline.tokens.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ from towline.errors import FidelityError
 from towline.schema import BuilderName, ContextPolicy, ForkReason, Trajectory, TurnRole
 from towline.tokens import graph as graph_module
 from towline.tokens.builders import distinct_tokens
-from towline.tokens.continuation import Capture, Vanishing
 from towline.tokens.plain_difference import differences
+from towline.tokens.plan import Capture, Vanishing
 
 EXACT, MERGED, PER_TURN = BuilderName.EXACT, BuilderName.MERGED, BuilderName.PER_TURN
 TASK = "Fix the failing test."

@@ -11,7 +11,7 @@ from conversations import BASH, TOOLS, Say, Talk, call, real, result, system, te
 from towline.conversation import Hints, Message, ToolCall
 from towline.schema import ContextPolicy, ForkReason, TurnRole
 from towline.tokens.codec import Frame
-from towline.tokens.continuation import Vanishing
+from towline.tokens.plan import Vanishing
 from towline.tokens.template import SentinelCodec
 
 MAIN, SUBAGENT, COMPACTION = TurnRole.MAIN, TurnRole.SUBAGENT, TurnRole.COMPACTION

@@ -39,10 +39,11 @@ from towline.images import Placeholder
 from towline.schema import Untrained
 from towline.tokens import fingerprint
 from towline.tokens.codec import Frame
-from towline.tokens.continuation import Capture, Plan, Planner, Vanishing
+from towline.tokens.continuation import Planner
 from towline.tokens.elsewhere import ElsewhereCodec
 from towline.tokens.graph import Graph, Node
 from towline.tokens.jinja import TemplateError
+from towline.tokens.plan import Capture, Plan, Vanishing
 from towline.tokens.settle import bare_id
 
 log = logging.getLogger("towline.gateway")

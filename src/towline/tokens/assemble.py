@@ -21,9 +21,9 @@ from towline.schema import (
 )
 from towline.tokens import builders, notes, roles
 from towline.tokens.builders import is_inline
-from towline.tokens.continuation import CALLS_AS_TEXT
 from towline.tokens.graph import Graph, Node
 from towline.tokens.plain_difference import MOST_NAMED, plain_difference, stitched_difference
+from towline.tokens.plan import CALLS_AS_TEXT
 from towline.tokens.roles import Part
 
 

@@ -11,99 +11,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from towline.arrays import Ids
 from towline.conversation import Finish, Message, Request
-from towline.images import Placed
 from towline.schema import POLICY, ContextPolicy, ForkReason
 from towline.tokens import appending, finding, fingerprint, lineage, media
-from towline.tokens.codec import Codec, Encoded, Frame, Unbridgeable
+from towline.tokens.codec import Codec, Frame, Unbridgeable
 from towline.tokens.graph import Graph, Node
-
-_TAIL = 64
-"""Prompt ids before a turn that a family's bridge may look at: enough to see whether reasoning was opened."""
-FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE = "forced_close", "spliced_replies", "vanished_kept", "noise_ignored"
-"""What a plan says about its turn beside a fork's reason."""
-_DIFFERS = (ForkReason.HISTORY_EDITED, ForkReason.UNMATCHED)
-"""Reasons that are told with the first differing message."""
-_FLAGS = (FORCED_CLOSE, SPLICED, VANISHED_KEPT, NOISE)
-CALLS_AS_TEXT = "calls_as_text"
-"""The flag of a turn with tools whose calls, if it made any, are part of its text."""
-UNREPORTED = "image_unreported"
-"""The flag of a turn in whose prompt the engine puts something for an image that it does not tell."""
-
-
-class Vanishing(StrEnum):
-    """What to do about a last message that is gone from the next request."""
-
-    FORK = "fork"
-    KEEP = "keep"
-
-
-class Capture(StrEnum):
-    """How prompts are made."""
-
-    EXACT = "exact"
-    PLAIN = "plain"
-    """Render and encode every request anew, as a plain chat server does: the baseline for `merged` and `per_turn`."""
-
-
-@dataclass(slots=True)
-class Plan:
-    """How a request is answered: the tokens of `parent`, then `suffix`."""
-
-    parent: Node | None
-    suffix: Ids
-    request_hash: bytes
-    hashes: list[bytes]
-    """Rolling hash before each message and after the last."""
-    shortened_hash: bytes | None = None
-    origin: Node | None = None
-    inferred: bool = False
-    reason: ForkReason | None = None
-    new: list[Message] = field(default_factory=list)
-    prefill: Message | None = None
-    forced: int = 0
-    special_text: int = 0
-    flags: list[str] = field(default_factory=list)
-    images: tuple[Placed, ...] = ()
-    """The images in `suffix`, counted from its beginning."""
-    difference: dict[str, Any] = field(default_factory=dict)
-    """The first message in which the request differs from the turn it came from, if it forked."""
-    shares: Node | None = None
-    kept: int = 0
-    """The prompt begins with that of `shares` and so many of its sampled ids."""
-
-
-@dataclass(slots=True)
-class _Ids:
-    """Suffix ids being put together."""
-
-    ids: list[int] = field(default_factory=list)
-    forced: int = 0
-    special_text: int = 0
-    spliced: int = 0
-    images: list[Placed] = field(default_factory=list)
-
-    def add(self, encoded: Encoded) -> None:
-        # Only what closes the parent is a forced close of this turn; a spliced reply was closed before.
-        self.forced += 0 if self.ids else encoded.forced
-        self.images += [image.moved(len(self.ids)) for image in encoded.images]
-        self.ids += encoded.ids
-        self.special_text += encoded.special_text
-
-    def splice(self, node: Node) -> None:
-        self.ids += node.sampled.tolist()
-        self.spliced += 1
-
-    def opens(self, node: Node) -> bool:
-        """Whether the prompt so far ends as the node's did: a reply is only ever read behind the same opening."""
-        return bool(self.ids) and self.ids[-1] == int(node.suffix[-1])
+from towline.tokens.plan import (
+    CALLS_AS_TEXT,
+    DIFFERS,
+    FLAGS,
+    NOISE,
+    TAIL,
+    VANISHED_KEPT,
+    Capture,
+    Plan,
+    PromptIds,
+    Vanishing,
+    asked,
+    compared,
+    made_of,
+    tail_of,
+    untold,
+)
 
 
 class Planner:
@@ -141,8 +75,8 @@ class Planner:
         plan.flags += media.not_shown(plan.new, lambda message: self.codec.sees(message, frame))
         if frame.tools and self.codec.calls_as_text:
             plan.flags.append(CALLS_AS_TEXT)
-        if plan.reason in _DIFFERS:
-            reference = _compared(plan) or lineage.nearest(graph, request.messages)
+        if plan.reason in DIFFERS:
+            reference = compared(plan) or lineage.nearest(graph, request.messages)
             plan.difference = lineage.difference(graph, reference, request.messages) if reference is not None else {}
         return plan
 
@@ -171,7 +105,7 @@ class Planner:
             plan.prefill = None
         if self.capture is Capture.PLAIN or unreported:
             self._plain(plan, graph, found, covered, vanished, request, key, frame)
-            return _untold(plan, found, twin, messages) if unreported else plan
+            return untold(plan, found, twin, messages) if unreported else plan
         written_on = self._written_on(plan, graph, covered, messages, key, frame)
         if written_on is not None:
             return written_on
@@ -195,7 +129,7 @@ class Planner:
         plan.parent, plan.suffix, plan.new = twin.parent, twin.suffix, twin.new
         plan.forced, plan.special_text, plan.prefill = twin.forced, twin.special_text, twin.prefill
         plan.images, plan.shares, plan.kept = twin.images, twin.shares, twin.kept
-        plan.flags = [flag for flag in twin.flags if flag in _FLAGS]
+        plan.flags = [flag for flag in twin.flags if flag in FLAGS]
         if twin.finish is Finish.ABORT:
             plan.origin, plan.reason, plan.inferred = twin.origin, twin.reason, twin.origin_inferred
         elif source is not None:
@@ -237,7 +171,7 @@ class Planner:
         elif any(child.delivered or child.finish is None for child in found.children):
             plan.reason, plan.origin = ForkReason.HISTORY_EDITED, found
         try:
-            return _made(plan, self._extend(_Ids(), plan, graph, found, found.sampled, covered, messages, frame))
+            return made_of(plan, self._extend(PromptIds(), plan, graph, found, found.sampled, covered, messages, frame))
         except Unbridgeable as problem:
             plan.reason, plan.origin = problem.reason, found
         if plan.reason is ForkReason.STOP_MISMATCH:
@@ -249,7 +183,7 @@ class Planner:
         if len(found.sampled) and int(found.sampled[-1]) in self.codec.stop_ids:
             self._instead_of(plan, found, found.sampled[:-1])
             plan.origin, plan.reason = found, ForkReason.PREFILL
-            plan.new = [*_asked(found), *([] if plan.prefill is None else [plan.prefill])]
+            plan.new = [*asked(found), *([] if plan.prefill is None else [plan.prefill])]
         return plan
 
     def _without_end(
@@ -258,15 +192,15 @@ class Planner:
         """All but the end of the turn stays as it was sampled; the message that follows opens itself."""
         cut = found.sampled[:-1]
         try:
-            made = self._extend(_Ids(), plan, graph, found, cut, covered, messages, frame)
+            made = self._extend(PromptIds(), plan, graph, found, cut, covered, messages, frame)
         except Unbridgeable:
             return self._compose(plan, graph, found, messages, frame)
         made.forced = 0
-        _made(plan, made)
+        made_of(plan, made)
         plan.images = tuple(image.moved(len(cut)) for image in plan.images)
         self._instead_of(plan, found, np.concatenate([cut, plan.suffix]))
         plan.special_text = found.special_text + made.special_text
-        plan.new = [*_asked(found), *messages[covered - 1 :]]
+        plan.new = [*asked(found), *messages[covered - 1 :]]
         return plan
 
     def _instead_of(self, plan: Plan, found: Node, ids: Ids) -> None:
@@ -274,11 +208,11 @@ class Planner:
         plan.parent, plan.suffix = found.parent, np.concatenate([found.suffix, ids])
         plan.images = (*found.images, *(image.moved(len(found.suffix)) for image in plan.images))
         plan.forced, plan.special_text = found.forced, found.special_text
-        plan.flags += [flag for flag in found.flags if flag in _FLAGS and flag not in plan.flags]
+        plan.flags += [flag for flag in found.flags if flag in FLAGS and flag not in plan.flags]
 
     def _extend(
         self,
-        made: _Ids,
+        made: PromptIds,
         plan: Plan,
         graph: Graph,
         near: Node,
@@ -286,12 +220,12 @@ class Planner:
         covered: int,
         messages: Sequence[Message],
         frame: Frame,
-    ) -> _Ids:
+    ) -> PromptIds:
         """Add everything behind the reply `messages[covered - 1]`, with later replies of ours as they were sampled.
 
         `sampled` are the ids of that reply: the turn `near` itself if nothing is made yet, else the end of what is.
         """
-        tail = np.asarray(made.ids[: -len(sampled)][-_TAIL:], np.int32) if made.ids else _tail(near)
+        tail = np.asarray(made.ids[: -len(sampled)][-TAIL:], np.int32) if made.ids else tail_of(near)
         splicing = True
         while True:
             splice, node = self._next_own(graph, near, covered, messages) if splicing else (len(messages), None)
@@ -317,7 +251,7 @@ class Planner:
             made.add(encoded)
             if node is None:
                 return made
-            tail, sampled, covered = np.asarray(made.ids[-_TAIL:], np.int32), node.sampled, splice + 1
+            tail, sampled, covered = np.asarray(made.ids[-TAIL:], np.int32), node.sampled, splice + 1
             made.splice(node)
 
     def _next_own(self, graph: Graph, near: Node, covered: int, messages: Sequence[Message]) -> tuple[int, Node | None]:
@@ -352,7 +286,9 @@ class Planner:
         if node is not None and self._shown_otherwise(graph, node, covered, messages, frame) is None:
             plan.parent, plan.new = node, list(messages[covered:])
             try:
-                return _made(plan, self._extend(_Ids(), plan, graph, node, node.sampled, covered, messages, frame))
+                return made_of(
+                    plan, self._extend(PromptIds(), plan, graph, node, node.sampled, covered, messages, frame)
+                )
             except Unbridgeable:
                 pass
         return self._compose(plan, graph, origin, messages, frame)
@@ -373,10 +309,10 @@ class Planner:
         ended = int(node.sampled[-1]) in self.codec.stop_ids
         said = [*node.sampled[:kept].tolist(), *self.codec.tokenizer.encode(added)]
         said += [int(node.sampled[-1])] if ended else []
-        head = node.prompt()[-_TAIL:].tolist()
+        head = node.prompt()[-TAIL:].tolist()
         try:
             ids = np.asarray(said, np.int32)
-            made = self._extend(_Ids([*head, *said]), plan, graph, node, ids, place + 1, messages, frame)
+            made = self._extend(PromptIds([*head, *said]), plan, graph, node, ids, place + 1, messages, frame)
         except Unbridgeable:
             return None
         suffix = np.concatenate([node.suffix, np.asarray(made.ids[len(head) :], np.int32)])
@@ -384,10 +320,10 @@ class Planner:
             return None
         images = tuple(image.moved(len(node.suffix) - len(head)) for image in made.images)
         special = made.special_text
-        _made(plan, made)
+        made_of(plan, made)
         self._instead_of(plan, node, np.empty(0, np.int32))
         plan.suffix, plan.images, plan.special_text = suffix, (*node.images, *images), node.special_text + special
-        plan.new = [*_asked(node), *messages[place:]]
+        plan.new = [*asked(node), *messages[place:]]
         plan.reason, plan.origin = ForkReason.HISTORY_EDITED, node
         plan.shares, plan.kept = node, kept
         return plan
@@ -444,9 +380,9 @@ class Planner:
         """Everything rendered as a plain server would."""
         plan.parent, plan.new = None, list(messages)
         shown = self._thought(messages, self._ours(graph, messages, near))
-        made = _Ids()
+        made = PromptIds()
         made.add(self.codec.prompt(graph.native(shown), frame, prefill=plan.prefill is not None))
-        return _made(plan, made)
+        return made_of(plan, made)
 
     def _compose(self, plan: Plan, graph: Graph, near: Node | None, messages: Sequence[Message], frame: Frame) -> Plan:
         """A prompt from its beginning, with unchanged replies of ours as they were sampled."""
@@ -454,13 +390,13 @@ class Planner:
         splice, node = self._next_own(graph, near, 0, messages) if near is not None else (0, None)
         if near is None or node is None or self._rewritten(graph, near, messages, frame):
             return self._anew(plan, graph, near, messages, frame)
-        made = _Ids()
+        made = PromptIds()
         made.add(self.codec.prompt(graph.native(messages[:splice]), frame))
         if not made.opens(node):
             return self._anew(plan, graph, near, messages, frame)
         made.splice(node)
         try:
-            return _made(plan, self._extend(made, plan, graph, near, node.sampled, splice + 1, messages, frame))
+            return made_of(plan, self._extend(made, plan, graph, near, node.sampled, splice + 1, messages, frame))
         except Unbridgeable:
             return self._anew(plan, graph, near, messages, frame)
 
@@ -492,45 +428,6 @@ class Planner:
                 ours = self._ours(graph, request.messages, found, covered)
                 if taken or any(node.index > found.index and node.root is found.root for _, node in ours):
                     plan.reason = ForkReason.HISTORY_EDITED
-        made = _Ids()
+        made = PromptIds()
         made.add(self.codec.prompt(graph.native(request.messages), frame, prefill=plan.prefill is not None))
-        return _made(plan, made)
-
-
-def _compared(plan: Plan) -> Node | None:
-    """The turn that an edited history is compared with: what went on from the parent before, or what it came from."""
-    if plan.reason is not ForkReason.HISTORY_EDITED or plan.origin is None:
-        return None
-    return plan.origin.children[-1] if plan.origin is plan.parent and plan.origin.children else plan.origin
-
-
-def _untold(plan: Plan, found: Node | None, twin: Node | None, messages: Sequence[Message]) -> Plan:
-    """Say why a prompt was made anew: what the model sees for an image is the engine's to know."""
-    plan.flags.append(UNREPORTED)
-    plan.new = list(messages)
-    if twin is not None and twin.finish is not Finish.ABORT:
-        plan.origin, plan.reason, plan.inferred = twin, ForkReason.SIBLING, False
-    elif found is not None:
-        plan.reason = plan.reason or ForkReason.IMAGE_UNREPORTED
-    return plan
-
-
-def _made(plan: Plan, made: _Ids) -> Plan:
-    plan.suffix = np.asarray(made.ids, np.int32)
-    plan.images = tuple(made.images)
-    plan.forced, plan.special_text = made.forced, made.special_text
-    if made.forced:
-        plan.flags.append(FORCED_CLOSE)
-    if made.spliced:
-        plan.flags.append(SPLICED)
-    return plan
-
-
-def _asked(node: Node) -> list[Message]:
-    """What was new to a turn, without the beginning of its reply."""
-    return node.new if node.prefill is None else node.new[:-1]
-
-
-def _tail(node: Node) -> Ids:
-    """The last ids of a turn's prompt."""
-    return node.suffix[-_TAIL:] if len(node.suffix) >= _TAIL else node.prompt()[-_TAIL:]
+        return made_of(plan, made)

@@ -8,6 +8,7 @@ picture.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from towline.schema import ForkReason, Trajectory, Turn, TurnRole, Untrained
 from towline.tokens import fingerprint
 from towline.tokens.graph import Graph, Node
 from towline.tokens.lineage import QUOTED, quotes
+from towline.tokens.settle import bare_id
 
 _GOES_ON = (None, ForkReason.IMAGE_UNREPORTED)
 """Reasons of turns that simply go on, though their prompts are made anew."""
@@ -78,6 +80,13 @@ class _Cast:
         self.noise = graph.noise
         self.trees = trees
         self.lost = also
+        self.lines: dict[Node, list[Node]] = {}
+        self.handed: dict[Node, list[Node]] = {}
+        """The conversations that go on from each one, under other tools or another system prompt."""
+        for root in trees:
+            self.lines.setdefault(root.line, []).append(root)
+            if root.handed_on is not None:
+                self.handed.setdefault(root.handed_on.root, []).append(root)
         given = (instruction,) if isinstance(instruction, str) else instruction
         self.instruction, *self.later = [text.strip() for text in given] or [""]
         # What was rendered anew has no parent, but it went on all the same.
@@ -123,7 +132,7 @@ class _Cast:
 
     def _line(self, root: Node) -> list[Node]:
         """The conversations that go on from one another, this one included."""
-        return [other for other in self.trees if other.line is root.line]
+        return self.lines[root.line]
 
     def _sampled(self, root: Node) -> int:
         return sum(len(node.sampled) for other in self._line(root) for node in self.trees[other])
@@ -192,36 +201,31 @@ class _Cast:
 
         One that went on before counts where the system prompt is another: that is no way to take something back.
         """
-        mine = [other for other in self.trees if _descends(other, root)]
-        turns = [node for other in mine for node in self.trees[other]]
-        said = {node.reply_fingerprint for node in turns if node.reply_fingerprint}
-        texts = [t for node in turns if node.reply is not None and len(t := node.reply.text.strip()) >= QUOTED]
         alike = root.system == before.system
-        for other in self._line(root):
-            if other in mine or (alike and other.system != before.system):
-                continue
-            for node in self.trees[other]:
-                later = node.index > (root if alike else before).index and node in self.seen
-                if not later or _told_by_header(node, self.main) or not _goes_on_from(node, before):
-                    continue
-                if not self._went_back(node, root, said, texts):
-                    return True
-        return False
+        since = (root if alike else before).index
+        mine = self._descendants(root)
+        others = [
+            node
+            for other in self._line(root)
+            if other not in mine and not (alike and other.system != before.system)
+            for node in self.trees[other]
+            if node.index > since and node in self.seen and not _told_by_header(node, self.main)
+        ]
+        going_on = [node for node in others if _goes_on_from(node, before)]
+        if not going_on:
+            return False
+        said = _Said(self.noise, [node for other in mine for node in self.trees[other]])
+        return not all(said.held_by(node, root) for node in going_on)
 
-    def _went_back(self, node: Node, root: Node, said: set[bytes], texts: Sequence[str]) -> bool:
-        """Whether a turn, or one that it goes on from since `root` began, holds one of the replies."""
-        turn: Node | None = node
-        while turn is not None and turn.index > root.index:
-            if any(self._holds(message, said, texts) for message in turn.new):
-                return True
-            turn = turn.parent or turn.continued
-        return False
-
-    def _holds(self, message: Message, said: set[bytes], texts: Sequence[str]) -> bool:
-        """Whether a message is one of the replies, or a user's that quotes one."""
-        if message.role == "assistant":
-            return fingerprint.of(message, self.noise) in said
-        return message.role == "user" and any(text in message.text for text in texts)
+    def _descendants(self, root: Node) -> set[Node]:
+        """The conversation and all that go on from it."""
+        found = {root}
+        waiting = [root]
+        while waiting:
+            more = self.handed.get(waiting.pop(), ())
+            found.update(more)
+            waiting.extend(more)
+        return found
 
     def _later_step(self, root: Node) -> bool:
         """Whether the instruction of a further step is given to it, under tools if main has any."""
@@ -268,14 +272,33 @@ def _goes_on_from(node: Node, before: Node) -> bool:
     return turn is before
 
 
-def _descends(other: Node, root: Node) -> bool:
-    """Whether a conversation goes on from another one, or is that one."""
-    while other is not root:
-        before = other.handed_on
-        if before is None:
-            return False
-        other = before.root
-    return True
+class _Said:
+    """What was said in some conversations, to be found in the requests of another."""
+
+    def __init__(self, noise: Sequence[re.Pattern[str]], turns: Sequence[Node]):
+        replies = [node.reply for node in turns if node.reply is not None]
+        self._noise = noise
+        self._replies = {node.reply_fingerprint for node in turns if node.reply_fingerprint}
+        self._calls = {bare_id(call.id) for reply in replies for call in reply.tool_calls}
+        self._texts = [text for reply in replies if len(text := reply.text.strip()) >= QUOTED]
+
+    def held_by(self, node: Node, root: Node) -> bool:
+        """Whether a turn, or one that it goes on from since `root` began, holds some of it."""
+        turn: Node | None = node
+        while turn is not None and turn.index > root.index:
+            if any(self._in(message) for message in turn.new):
+                return True
+            turn = turn.parent or turn.continued
+        return False
+
+    def _in(self, message: Message) -> bool:
+        """Whether a message is one of the replies, edited or not, or a user's that quotes one."""
+        if message.role == "assistant" and (
+            fingerprint.of(message, self._noise) in self._replies
+            or any(bare_id(call.id) in self._calls for call in message.tool_calls)
+        ):
+            return True
+        return message.role in ("assistant", "user") and any(text in message.text for text in self._texts)
 
 
 def _frozen(root: Node) -> bool:
