@@ -11,7 +11,21 @@ import sys
 import typer
 from rich.console import Console
 
-from towline.cli import common, doctor, evaluate, gateway, generate, harness, proofs, run, serve, service, trace, train
+from towline.cli import (
+    common,
+    doctor,
+    evaluate,
+    gateway,
+    generate,
+    harness,
+    proofs,
+    run,
+    serve,
+    service,
+    store,
+    trace,
+    train,
+)
 from towline.errors import TowlineError
 
 app = typer.Typer(
@@ -29,6 +43,7 @@ app.command()(trace.trace)
 app.add_typer(harness.app, name="harness")
 app.command()(doctor.doctor)
 app.add_typer(serve.app, name="serve")
+app.add_typer(store.app, name="store")
 for command in (service.submit, service.status, service.sessions, service.log, service.tail, service.cancel):
     app.command()(command)
 app.command()(service.export)

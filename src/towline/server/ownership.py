@@ -26,7 +26,9 @@ from towline.server.segments import Segments
 from towline.server.store import Store
 
 log = logging.getLogger("towline.server")
-_IDS, _IDENTITY, _LOCATION, _RUN = "stores", "identity", "segments", "run."
+_IDS, IDENTITY, LOCATION, _RUN = "stores", "identity", "segments", "run."
+MOVED_FROM, MOVED_TO = "moved_from", "moved_to"
+"""In a database that a store was moved to, the token of that store; in the one it was moved from, where it is."""
 _PREFIX = "store-"
 _ID = re.compile(_PREFIX + "[0-9a-f]{16}")
 
@@ -72,12 +74,15 @@ async def take_store(store: Store, segments: Segments) -> str:
     """The store's id, and a run of this server's own; both are recorded. Call once, after `store.open`."""
     run = f"{store.epoch}-{secrets.token_hex(4)}"
     async with store.write() as tx:
-        ids, known, now = await store_ids(tx), await get(tx, _IDENTITY), await identity(store, tx)
+        moved = await get(tx, MOVED_TO)
+        if moved is not None:
+            raise ConfigError(f"this store was moved to {moved}: set server.database to that; nothing was removed here")
+        ids, known, now = await store_ids(tx), await get(tx, IDENTITY), await identity(store, tx)
         copied = bool(ids) and known != now
         if copied or not ids:
             ids.append(_PREFIX + secrets.token_hex(8))
             await put(store, tx, _IDS, json.dumps(ids))
-        await put(store, tx, _IDENTITY, now)
+        await put(store, tx, IDENTITY, now)
         await put(store, tx, f"{_RUN}{store.epoch}", f"{ids[-1]}/{run}")
     if copied:
         log.warning(
@@ -93,7 +98,7 @@ async def take_location(store: Store, segments: Segments) -> None:
     """Record and mark the location. Refuses one that holds nothing of a store whose rows name segments elsewhere."""
     place = segments.location.name
     async with store.read() as tx:
-        recorded, ids = await get(tx, _LOCATION), await store_ids(tx)
+        recorded, ids = await get(tx, LOCATION), await store_ids(tx)
         named = await tx.scalar(
             select(tables.sessions.c.segment).where(tables.sessions.c.segment.is_not(None)).limit(1)
         )
@@ -114,7 +119,7 @@ async def take_location(store: Store, segments: Segments) -> None:
         log.error("the location of the trajectories is away; sessions that end wait for it: %s", error)
         return
     async with store.write() as tx:
-        await put(store, tx, _LOCATION, place)
+        await put(store, tx, LOCATION, place)
 
 
 async def _names_segments(store: Store, id: str) -> bool:
