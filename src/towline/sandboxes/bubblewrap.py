@@ -35,9 +35,6 @@ from towline.schema import Network, Resources
 if TYPE_CHECKING:
     from towline.sandboxes.roots import RootCache
 
-_START_KEEPER = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from towline.sandboxes.keeper import main; main(int(sys.argv[2]))"
-)
 _PACKAGES = Path(__file__).parents[2]
 _CACHE_BYTES = 20 * 1024**3
 _PATIENCE = 30
@@ -126,7 +123,7 @@ class BubblewrapRuntime:
                 for sandbox in list(self._sandboxes.values()):
                     self._gone(sandbox.id)
 
-        command = [sys.executable, "-I", "-S", "-c", _START_KEEPER, str(_PACKAGES), str(theirs.fileno())]
+        command = [sys.executable, "-I", "-S", "-c", leftovers.START_KEEPER, str(_PACKAGES), str(theirs.fileno())]
         # A session of its own: Ctrl-C is for the node, which then ends the keeper in its own time.
         self._keeper = await asyncio.to_thread(
             subprocess.Popen,

@@ -177,6 +177,12 @@ def remove(folders: Iterable[str], patience: float = 5.0) -> list[str]:
     return []
 
 
+def named(name: str) -> list[str]:
+    """Groups of that name in any hierarchy, for a keeper that did not come to say where it made them."""
+    mounted = dict.fromkeys(hierarchy.mounted for hierarchy in _hierarchies())
+    return [f"{path}/{name}" for root in mounted for path, folders, _ in os.walk(root) if name in folders]
+
+
 def _below(folder: str) -> list[str]:
     return [path for path, _, _ in os.walk(folder, topdown=False)]
 

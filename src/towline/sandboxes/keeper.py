@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from towline.sandboxes import cgroups, identity, linux, memory, overlay, seccomp, spawner, stubs, wire
 from towline.sandboxes.confine import Guards
 from towline.sandboxes.kept import PATIENCE, Kept, has_ended, kill_all
+from towline.sandboxes.process_keeper import descendants
 
 _OWN_PROCESSES = 3
 """Of every sandbox: the spawner, bubblewrap and `init`."""
@@ -335,7 +336,23 @@ class Keeper:
             self._reap()
             self._look()
             time.sleep(_SOON)
+        self._end_the_rest()
         self._groups.close()
+
+    def _end_the_rest(self) -> None:
+        """End what is below this process and in no sandbox yet: a spawner's bubblewrap, a helper. What their parents leave
+        becomes this process's own, so that when it has no child, there is nothing."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            try:
+                if os.waitpid(-1, os.WNOHANG)[0]:
+                    continue
+            except ChildProcessError:
+                return
+            for pid in descendants(os.getpid()):
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_SOON)
 
 
 def main(descriptor: int) -> NoReturn:

@@ -67,7 +67,7 @@ class ProcessRuntime:
         if sys.platform != "linux":
             raise SandboxError("process sandboxes need Linux: they stand on child subreapers and /proc")
         self._lock = await asyncio.to_thread(trees.hold, self._data)
-        # Their keepers ended when the node that had them did; only the folders are left.
+        # Their keepers have ended since the node that had them did, and let go of the lock; only the folders are left.
         for left in self._data.glob("sandbox-*"):
             await asyncio.to_thread(trees.remove, left)
 
@@ -79,7 +79,7 @@ class ProcessRuntime:
         if self._lock is None:
             raise SandboxError("the process runtime is not open")
         name = "sandbox-" + secrets.token_hex(6)
-        sandbox = ProcessSandbox(name, spec, self._data / name)
+        sandbox = ProcessSandbox(name, spec, self._data / name, self._lock)
         self._sandboxes = {name: left for name, left in self._sandboxes.items() if not left.gone}
         self._sandboxes[name] = sandbox
         try:

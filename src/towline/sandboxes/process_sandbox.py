@@ -59,8 +59,10 @@ class ProcessProcess:
 class ProcessSandbox:
     """One folder and one keeper process. Made by `ProcessRuntime.create`."""
 
-    def __init__(self, name: str, spec: Spec, folder: Path):
+    def __init__(self, name: str, spec: Spec, folder: Path, lock: int | None = None):
+        """`lock`: the node's, which the keeper inherits, so that the next node waits until it has ended."""
         self.id = name
+        self._lock = lock
         self.spec = spec
         self.listener: socket.socket | None = None
         """None: the gateway is reached by its own address."""
@@ -98,7 +100,7 @@ class ProcessSandbox:
                     str(theirs.fileno()),
                     str(self.spec.seconds or 0),
                 ),
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *(() if self._lock is None else (self._lock,))),
                 env={},
                 cwd="/",
                 stdin=asyncio.subprocess.DEVNULL,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -11,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from towline.sandboxes import holding
 from towline.sandboxes.base import SandboxError
 
 _LINKS = 40
@@ -99,12 +99,14 @@ def digest(folder: Path, names: list[str]) -> str:
 
 
 def hold(folder: Path) -> int:
-    """Make a node's folder and lock it for this process; closing the descriptor lets go of it."""
+    """Make a node's folder and lock it for this process; closing the descriptor lets go of it.
+
+    The lock of a node that is gone is waited for: helpers that inherited it hold it until they have ended.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    if not holding.take_from_the_dead(lock):
         os.close(lock)
-        raise SandboxError(f"{folder} is in use by another node; give each a data folder of its own") from error
+        raise SandboxError(f"{folder} is in use by another node; give each a data folder of its own")
+    holding.sign(lock)
     return lock
