@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -21,9 +24,9 @@ PACKAGES = Path(leftovers.__file__).parents[2]
 PATIENCE = 60
 
 
-def run(program: str, *arguments: object) -> subprocess.Popen[str]:
+def run(program: str, *arguments: object, mark: str = "/nowhere") -> subprocess.Popen[str]:
     command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(PACKAGES)}
+    environment = os.environ | {"PYTHONPATH": str(PACKAGES), "PATH": f"{os.environ['PATH']}:{mark}"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -152,6 +155,60 @@ def test_the_next_node_waits_for_process_sandboxes_to_end(tmp_path: Path) -> Non
 async def opened_and_closed(runtime: ProcessRuntime) -> None:
     await runtime.open()
     await runtime.close()
+
+
+SANDBOXES = """
+    import asyncio, sys
+    from pathlib import Path
+    from towline.sandboxes.base import Spec
+    from towline.sandboxes.bubblewrap import BubblewrapRuntime
+
+    async def main():
+        runtime = BubblewrapRuntime(Path(sys.argv[1]))
+        print("begins", flush=True)
+        await runtime.open()
+        print("open", flush=True)
+        while True:
+            made = await asyncio.gather(*(runtime.create(Spec()) for _ in range(4)))
+            await asyncio.gather(*(one.start(["sleep", "600"]) for one in made))
+            await asyncio.gather(*(one.destroy() for one in made[:3]))
+
+    asyncio.run(main())
+"""
+
+
+def test_nothing_is_left_of_nodes_that_are_killed_at_any_moment(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    mark = f"/nowhere-{uuid.uuid4().hex}"
+    for number in range(int(os.environ.get("TOWLINE_KILLS", "4"))):
+        node = run(SANDBOXES, tmp_path, mark=mark)
+        assert node.stdout is not None
+        for _ in range(1 + number % 2):
+            assert node.stdout.readline()
+        time.sleep(chance.uniform(0.0, 0.8))
+        folders = {path.name for path in tmp_path.glob("keeper-*")}
+        node.kill()
+        node.wait(PATIENCE)
+        folders |= {path.name for path in tmp_path.glob("keeper-*")}
+        notes = leftovers.reap(tmp_path)
+        assert not list(tmp_path.glob("keeper-*")), notes
+        assert not [note for note in notes if "would not go" in note or "does not end" in note]
+        names = {f"towline-{name.removeprefix('keeper-')}" for name in folders}
+        assert not [path for path, below, _ in os.walk("/sys/fs/cgroup") for name in names & set(below)], notes
+        assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
+        assert marked(mark) == [], notes
+
+
+def marked(mark: str) -> list[str]:
+    """Processes of a node: their variables say so."""
+    found = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if mark.encode() in Path(f"/proc/{entry}/environ").read_bytes() and holding._began(int(entry)):
+                found.append(f"{entry} {Path(f'/proc/{entry}/cmdline').read_bytes()!r}")
+    return found
 
 
 def test_a_list_is_what_was_recorded(tmp_path: Path) -> None:
