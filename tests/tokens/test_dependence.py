@@ -191,6 +191,28 @@ def test_a_mode_in_the_history_reaches_every_prompt(name: str, steps: list[list[
 _MODED = {name: moded(name) for name in MODES}
 
 
+LATE = {
+    "many": "{%- set ns = namespace(on=messages|length < 14) -%}",
+    "results": "{%- set ns = namespace(on=true, n=0) -%}{%- for m in messages if m.role == 'tool' -%}"
+    "{%- set ns.n = ns.n + 1 -%}{%- endfor -%}{%- if ns.n > 6 -%}{%- set ns.on = false -%}{%- endif -%}",
+    "seventh": "{%- set ns = namespace(on=true) -%}{%- for m in messages if m.role == 'assistant' -%}"
+    "{%- set ns.on = loop.index % 7 != 0 -%}{%- endfor -%}",
+    "old": "{%- set ns = namespace(on=true) -%}{%- for m in messages[-6:] if '/no_think' in m.content -%}"
+    "{%- set ns.on = false -%}{%- endfor -%}",
+}
+"""Generation prompts that change only after many messages, which no probe at start-up has."""
+
+
+@pytest.mark.parametrize("name", sorted(LATE))
+def test_a_prompt_that_changes_late(name: str) -> None:
+    codec = codec_for(LATE[name] + HEAD + TAIL)
+    steps: list[list[Message]] = [[user("Go. /no_think")]]
+    for number in range(16):
+        one = ToolCall(f"id{number:07d}", "bash", {"a": number})
+        steps.append([Message("assistant", "", None, (one,)), result(one, "fine", name="bash")])
+    assert check_talk(codec, steps, frame(TOOLS)) == 16
+
+
 def words_of(codec: SentinelCodec) -> st.SearchStrategy[str]:
     """Texts with the strings that the template looks for, and without."""
     tests = codec.template.tests
@@ -210,7 +232,8 @@ def test_every_suffix_is_the_end_of_the_whole_prompt(name: str, data: st.DataObj
     steps = data.draw(talks(words_of(codec), calls=codec.check.tool_calls))
     if name.startswith(REORDERS):
         steps = [[replace(m, text="") if m.tool_calls else m for m in step] for step in steps]
-    under = frame(data.draw(st.sampled_from([(), TOOLS])))
+    thinking = data.draw(st.sampled_from([{}, {"enable_thinking": True}, {"enable_thinking": False}]))
+    under = frame(data.draw(st.sampled_from([(), TOOLS])), **thinking)
     check_talk(codec, steps, under)
 
 

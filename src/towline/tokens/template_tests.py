@@ -103,6 +103,9 @@ class _Finder:
         for kind in (nodes.Filter, nodes.Test):
             for applied in tree.find_all(kind):
                 self._add_whole(*applied.args)
+        for item in tree.find_all(nodes.Getitem):
+            if self._lists_messages(item.node):
+                self.numbers |= {abs(n) for n in self._numbers(item.arg) if abs(n) < _MOST}
         for mod in tree.find_all(nodes.Mod):
             self.moduli |= {n for n in self._numbers(mod.right) if 1 < n <= _MOST}
 
@@ -199,7 +202,7 @@ class _Finder:
             if isinstance(value, str) and value.strip():
                 yield value
 
-    def _numbers(self, expression: nodes.Expr) -> Iterator[int]:
+    def _numbers(self, expression: nodes.Node) -> Iterator[int]:
         for value in self._constants(expression):
             if isinstance(value, int) and not isinstance(value, bool):
                 yield value
