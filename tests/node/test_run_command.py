@@ -54,6 +54,8 @@ def test_an_agent_of_ones_own_is_run_from_one_line(model: list[str], tmp_path: P
     out = tmp_path / "out"
     told = towline("run", str(EXAMPLES / "own_harness" / "task.jsonl"), *model, "--samples", "2", "--out", str(out))
     assert told["sessions"] == told["usable"] == 2
+    written = json.loads((out / "summary.json").read_text())
+    assert written["calls_as_text"] == written["malformed_calls"] == 0
     for line in told["results"]:
         assert line["end_reason"] == "exited"
         assert line["turns"] == 3
