@@ -31,6 +31,7 @@ ROUTES: list[tuple[str, str, Any, set[str]]] = [
     ("POST", "/v1/results/release", {"consumer": "c"}, {C, A}),
     ("POST", "/v1/results/ack", {"consumer": "c", "result_ids": []}, {C, A}),
     ("GET", "/v1/events", None, {S, C, A}),
+    ("GET", "/v1/pacing", None, {S, C, A}),
     ("GET", "/v1/policy", None, {S, C, A}),
     ("POST", "/v1/policy/pause", {}, {A}),
     ("POST", "/v1/policy/resume", {}, {A}),

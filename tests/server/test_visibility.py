@@ -34,8 +34,8 @@ async def test_unknown_query_parameters_are_refused(tmp_path: Path) -> None:
             answer = await r.caller.call(method, filled, body, max_stalenes=1, **query)
             assert (answer.status, answer.body["field"]) == (400, "max_stalenes"), (method, path, answer)
         assert (await r.caller.call("GET", "/v1/results", consumer="c", max_stalenes=1)).body["error"] == (
-            "/v1/results has no query parameter 'max_stalenes'; it knows: consumer, lease, max, max_staleness, prefix, "
-            "stale, start, unit, wait"
+            "/v1/results has no query parameter 'max_stalenes'; it knows: consumer, groups_per_update, lease, max, "
+            "max_staleness, prefix, stale, start, unit, wait"
         )
         assert "takes none" in (await r.caller.call("GET", "/healthz", verbose=1)).body["error"]
         assert len(await r.caller.lease("c2", max_staleness=1)) == 1  # what was refused took nothing
