@@ -231,3 +231,45 @@ async def test_crashes_with_a_real_node(
             f"{time.monotonic() - began:.0f} s ",
             end="",
         )
+
+
+async def test_three_kills_with_the_default_attempts_and_damaged_journals(
+    nursery: Nursery, database: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """After each kill a bit of the journal is flipped: every start succeeds, and every sample is there in the end."""
+    (tmp_path / "model").mkdir()
+    tokenizer.write(tmp_path / "model")
+    data = tmp_path / "data"
+    serve = ["--engine=scripted", f"--model={tmp_path / 'model'}", "--sandbox=process", "--concurrency=4"]
+    crashes = Crashes(nursery, data, database, serve)
+    request.addfinalizer(crashes.end)
+
+    def task(number: int) -> dict[str, Any]:
+        options = {"command": "python3 {program}/agent.py work", "folder": str(AGENT)}
+        fixed = {"instruction": "Say hello.", "harness": "shell", "num_samples": SAMPLES, "harness_options": options}
+        return {"task_id": f"task/{number}", "evaluator": {"kind": "completed"}, "callback": address, **fixed}
+
+    async with hook() as (address, told), web_session() as http:
+        trainer = Trainer(http, task, calls=1, tasks=2)
+        for _ in range(3):
+            await crashes.at("gateway.after_journal:6", trainer)
+            damage(data / "journal")
+        process = await crashes.unharmed()
+        await trainer.finish(process)
+        await told_of(told, trainer.accepted)
+        process.kill(signal.SIGTERM)
+        await process.dead()
+    assert kept(data), "no damage was met"
+    assert await look(data, database, trainer) > 0, "no crash met a session under way"
+
+
+def damage(journal: Path) -> None:
+    """Flip a bit in the middle of what was written last."""
+    path = max(journal.glob("*.seg"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+
+
+def kept(data: Path) -> list[Path]:
+    return list((data / "quarantine").iterdir())

@@ -70,6 +70,10 @@ async def test_a_moved_store_continues_where_it_was(direction: str, tmp_path: Pa
             await move(tmp_path, old, new, place)
     told = await move(tmp_path, old, new, place)
     assert told["segments"]["damaged"] == {}
+    # Neither the old location nor the old database is the store's any more.
+    with pytest.raises(ConfigError, match="holds only an older copy of them"):
+        async with rig(tmp_path, new):
+            pass
     # Running it again changes nothing.
     assert (await move(tmp_path, old, new, None))["database"] == told["database"]
     async with rig(tmp_path, new, segments=place) as r:
@@ -87,6 +91,28 @@ async def test_a_moved_store_continues_where_it_was(direction: str, tmp_path: Pa
     with pytest.raises(ConfigError, match="this store was moved to"):
         async with rig(tmp_path, old):
             pass
+
+
+async def test_what_was_damaged_before_stays_so_and_stops_no_move(tmp_path: Path) -> None:
+    async with rig(tmp_path) as r:
+        for number in range(4):
+            await r.caller.submit(task(f"t{number}"))
+            await r.caller.take(1)
+    flipped, missing, folder, *whole = files(tmp_path)
+    flipped.write_bytes(bytes(byte ^ 1 for byte in flipped.read_bytes()))
+    missing.unlink()
+    folder.unlink()
+    folder.mkdir()
+    place = str(tmp_path / "elsewhere")
+    for _ in range(2):
+        code, before = await store("verify", "--data", str(tmp_path))
+        assert (code, len(before["damaged"]), len(whole)) == (1, 3, 1)
+        if not (tmp_path / "elsewhere").exists():
+            code, told = await store("move", "--data", str(tmp_path), "--to-segments", place)
+            assert (code, told["segments"]["damaged"].keys()) == (0, before["damaged"].keys())
+    async with rig(tmp_path, segments=place) as r:
+        results = await r.caller.take(4, "other")
+        assert sum(one.sessions[0].damaged is None for one in results) == 1
 
 
 async def move(data: Path, old: str, new: str, place: str | None) -> Any:

@@ -168,6 +168,14 @@ async def test_only_a_location_with_the_stores_segments_is_taken(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"are in .*segments; .*elsewhere holds none of them: set server\.segments"):
         async with rig(tmp_path, segments=str(tmp_path / "elsewhere")):
             pass
+    # A copy from before the last server began is not where the store's trajectories are.
+    shutil.copytree(tmp_path / "segments", tmp_path / "old")
+    async with rig(tmp_path) as r:
+        await r.caller.submit(task("later"))
+        kept += await r.caller.take(1)
+    with pytest.raises(ConfigError, match="holds only an older copy of them"):
+        async with rig(tmp_path, segments=str(tmp_path / "old")):
+            pass
     shutil.move(tmp_path / "segments", tmp_path / "elsewhere")
     async with rig(tmp_path, segments=str(tmp_path / "elsewhere")) as r:
         await readable(r.caller, kept)
@@ -182,7 +190,7 @@ async def test_only_a_location_with_the_stores_segments_is_taken(tmp_path: Path)
         await readable(r.caller, kept)
     shutil.rmtree(tmp_path / "elsewhere")
     async with rig(tmp_path, segments=str(tmp_path / "elsewhere")) as r:  # it starts, and says what is lost
-        assert all("is missing" in str(one.sessions[0].damaged) for one in await r.caller.lease("last", max=2))
+        assert all("is missing" in str(one.sessions[0].damaged) for one in await r.caller.lease("last", max=3))
         await r.caller.submit(task("b"))
         assert (await r.caller.take(1, "last"))[0].sessions[0].damaged is None
 

@@ -156,15 +156,13 @@ async def move_segments(
     if source.location.name == target.location.name:
         raise ConfigError(f"the segments are in {source.location.name} already")
     async with store.read() as tx:
-        ids = await ownership.store_ids(tx)
         table = tables.sessions
         found = await tx.execute(select(table.c.segment).where(table.c.segment.is_not(None)).distinct())
         names = sorted(str(name) for name in found.scalars())
     for done, some in enumerate(chunks(names)):
         await asyncio.to_thread(_copy, source, target, some)
         on_progress(done * CHUNK + len(some), len(names), "segments")
-    for id in ids:
-        await target.mark(id, store.shown)
+    await ownership.mark_absent(store, target)
     before, after = await verify(store, source), await verify(store, target, on_progress)
     worse = sorted(set(after.damaged) - set(before.damaged))
     if worse:
@@ -172,8 +170,7 @@ async def move_segments(
             f"{len(worse)} trajectories did not arrive whole in {target.location.name}, e.g. {worse[0]}: "
             f"{after.damaged[worse[0]]}; the store stays at {source.location.name}"
         )
-    async with store.write() as tx:
-        await ownership.put(store, tx, ownership.LOCATION, target.location.name)
+    await ownership.settle(store, target)
     return after
 
 
@@ -182,7 +179,8 @@ def _copy(source: Segments, target: Segments, names: Any) -> None:
         try:
             with source.location.open(name) as file:
                 data = file.read_buffer()
-        except FileNotFoundError:
+        except OSError as error:
+            source.located(name, error)
             continue  # Damaged before: `verify` names it.
         if target.location.exists(name):
             with target.location.open(name) as there:

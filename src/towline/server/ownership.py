@@ -27,6 +27,7 @@ from towline.server.store import Store
 
 log = logging.getLogger("towline.server")
 _IDS, IDENTITY, LOCATION, _RUN = "stores", "identity", "segments", "run."
+_MARKS = "marks"
 MOVED_FROM, MOVED_TO = "moved_from", "moved_to"
 """In a database that a store was moved to, the token of that store; in the one it was moved from, where it is."""
 _PREFIX = "store-"
@@ -95,31 +96,62 @@ async def take_store(store: Store, segments: Segments) -> str:
 
 
 async def take_location(store: Store, segments: Segments) -> None:
-    """Record and mark the location. Refuses one that holds nothing of a store whose rows name segments elsewhere."""
+    """Record and mark the location. Refuses one that does not hold what this store wrote last, if its rows name that."""
     place = segments.location.name
     async with store.read() as tx:
-        recorded, ids = await get(tx, LOCATION), await store_ids(tx)
+        recorded, ids, marks = await get(tx, LOCATION), await store_ids(tx), await _marks(tx)
         named = await tx.scalar(
             select(tables.sessions.c.segment).where(tables.sessions.c.segment.is_not(None)).limit(1)
         )
     try:
         absent = [one for one in ids if not await segments.marked(one)]
-        if recorded not in (None, place) and named and len(absent) == len(ids):
-            raise ConfigError(
-                f"the trajectories of this store are in {recorded}; {place} holds none of them: set server.segments to "
-                f"{recorded}, or take them along with `towline store move --to-segments {place}`"
-            )
+        if recorded not in (None, place) and named:
+            known = len(absent) < len(ids)
+            current = known and (not marks or any([await segments.mark_of(one) in marks for one in ids]))
+            if not current:
+                raise ConfigError(
+                    f"the trajectories of this store are in {recorded}; {place} holds "
+                    f"{'only an older copy' if known else 'none'} of them: set server.segments to {recorded}, or take them "
+                    f"along with `towline store move --to-segments {place}`"
+                )
         for one in absent:
             if recorded is not None and await _names_segments(store, one):
                 log.error("%s has lost the marker of %s: segments that are not there count as damaged", place, one)
-                await segments.mark(one, store.shown)
-        if ids[-1] in absent:
-            await segments.mark(ids[-1], store.shown)
+        await settle(store, segments)
     except OSError as error:
         log.error("the location of the trajectories is away; sessions that end wait for it: %s", error)
-        return
+
+
+async def settle(store: Store, segments: Segments) -> None:
+    """The location is the store's from here on: no other that it had before is taken for it."""
+    mark = secrets.token_hex(8)
     async with store.write() as tx:
-        await put(store, tx, LOCATION, place)
+        ids, marks = await store_ids(tx), await _marks(tx)
+        await put(store, tx, _MARKS, json.dumps([mark, *marks]))
+    await mark_absent(store, segments)
+    for one in ids[-1:]:
+        await segments.mark(one, store.shown, mark)
+    async with store.write() as tx:
+        await put(store, tx, _MARKS, json.dumps([mark]))
+        await put(store, tx, LOCATION, segments.location.name)
+
+
+async def mark_absent(store: Store, segments: Segments) -> None:
+    """Markers for every id that the store has had. One that is there may be that of a store which this is a copy of."""
+    async with store.read() as tx:
+        ids = await store_ids(tx)
+    for one in ids:
+        if not await segments.marked(one):
+            await segments.mark(one, store.shown, "")
+
+
+async def _marks(tx: AsyncConnection) -> list[str]:
+    """What the marker of the location says: one mark, or several if a server died while it wrote them."""
+    try:
+        found = json.loads(await get(tx, _MARKS) or "[]")
+    except ValueError:
+        return []
+    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
 
 async def _names_segments(store: Store, id: str) -> bool:

@@ -102,10 +102,21 @@ class Segments:
         """Whether the location holds segments of that store. Raises `OSError` if that cannot be known."""
         return await asyncio.to_thread(self.location.exists, f"{store}/{MARKER}")
 
-    async def mark(self, store: str, database: str) -> None:
-        """Say that the folder belongs to a store."""
-        data = orjson.dumps({"format": 1, "store": store, "database": database, "created": time.time()})
-        await asyncio.to_thread(self.location.write, f"{store}/{MARKER}", data)
+    async def mark(self, store: str, database: str, mark: str) -> None:
+        """Say that the folder belongs to a store. By the mark, which changes, an older copy of the folder is known."""
+        told = {"format": 1, "store": store, "database": database, "mark": mark, "written": time.time()}
+        await asyncio.to_thread(self.location.write, f"{store}/{MARKER}", orjson.dumps(told))
+
+    async def mark_of(self, store: str) -> str:
+        """The mark of a store's folder; empty if there is none to read."""
+        return await asyncio.to_thread(self._mark_of, store)
+
+    def _mark_of(self, store: str) -> str:
+        try:
+            with self.location.open(f"{store}/{MARKER}") as file:
+                return str(orjson.loads(file.read()).get("mark", ""))
+        except (AttributeError, FileNotFoundError, ValueError):
+            return ""
 
     # Writing
 
@@ -176,16 +187,16 @@ class Segments:
                         raise Damaged(f"segment {piece.segment} is not what was written: a hash differs")
                     return pa.py_buffer(data), _schema(file, piece)
             except FileNotFoundError as error:
-                self._located(piece.segment, error)
+                self.located(piece.segment, error)
                 raise Damaged(f"segment {piece.segment} is missing") from error
             except OSError as error:
                 if not left:
-                    self._located(piece.segment, error)
+                    self.located(piece.segment, error)
                     raise Damaged(f"segment {piece.segment} cannot be read: {error}") from error
             time.sleep(_AGAIN)
         raise AssertionError("unreachable")
 
-    def _located(self, segment: str, error: OSError) -> None:
+    def located(self, segment: str, error: OSError) -> None:
         """Raise `OSError` unless the location is the one that the segment was written to."""
         if _LEGACY.fullmatch(segment):
             if isinstance(self.location, LocalFolder) and not self.location.folder.is_dir():
