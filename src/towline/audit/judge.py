@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from towline.audit.measure import Measured
+from towline.audit.comparison import Tally
+from towline.audit.engine import Call
+from towline.audit.measure import Measured, drifted
 from towline.audit.play import Expected
 from towline.schema import BuilderName, Trajectory, TurnRole
 
@@ -64,6 +66,8 @@ class Played:
     found: dict[BuilderName, Found] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     """What went wrong while it was played."""
+    oracle: Tally | None = None
+    """The comparison of its prompts with the oracle, where there was one."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -130,3 +134,59 @@ def _as_measured(expected: Expected, builder: BuilderName, measured: Measured) -
             yield f"{figures.drifted_tokens} trained tokens stand in a context that they were not sampled in"
         if figures.max_abs_dlogp >= BOUND:
             yield f"a logprob is {figures.max_abs_dlogp:.2g} from the one that was recorded"
+
+
+def unmeasured(trajectory: Trajectory, calls: Sequence[Call]) -> Iterator[str]:
+    """What is wrong with rows whose logprobs are not computed again: their tokens against the engine's log."""
+    log: dict[tuple[str, int], list[Call]] = {}
+    for call in calls:
+        log.setdefault((call.session, call.turn), []).append(call)
+    wrong = sum(drifted(trace, log) for trace in trajectory.traces)
+    if wrong:
+        yield f"as_sent: {wrong} trained tokens stand in a context that they were not sampled in"
+
+
+def lineage(
+    expected: Expected,
+    follows: Mapping[int, int],
+    temperatures: Mapping[int, float],
+    trajectory: Trajectory,
+    calls: Sequence[Call],
+) -> Iterator[str]:
+    """Whether every turn goes on from the very reply that the harness had, and comes from where it should.
+
+    `follows` names the last reply in the history of each request, `temperatures` what each asked for.
+    """
+    by_number: dict[int, list[Call]] = {}
+    for call in calls:
+        by_number.setdefault(call.number, []).append(call)
+    if set(expected.forks) <= _CONTINUES:
+        for number, last in follows.items():
+            if not _goes_on(by_number.get(number, ()), by_number.get(last, ())):
+                yield f"turn {_turn(by_number, number)} does not go on from the tokens of turn {_turn(by_number, last)}"
+    turns = {turn.index: turn for turn in trajectory.turns}
+    for number, source in expected.origins.items():
+        turn, wanted = turns[_turn(by_number, number)], turns[_turn(by_number, source)]
+        if turn.origin != wanted.id:
+            found = next((other.index for other in turns.values() if other.id == turn.origin), None)
+            yield f"the origin of turn {turn.index} is turn {found}, expected {wanted.index}"
+    if expected.temperatures:
+        for number, wished in temperatures.items():
+            if number in by_number and turns[_turn(by_number, number)].temperature != wished:
+                turn = turns[_turn(by_number, number)]
+                yield f"turn {turn.index} was sampled at {turn.temperature:g}, its request asked for {wished:g}"
+
+
+_CONTINUES = {"sibling"}
+"""Forks after which every history still goes on from its own last reply."""
+
+
+def _turn(by_number: Mapping[int, Sequence[Call]], number: int) -> int:
+    return by_number[number][0].turn
+
+
+def _goes_on(calls: Sequence[Call], before: Sequence[Call]) -> bool:
+    if not calls or not before:
+        return False
+    kept = np.concatenate([before[0].prompt, *(call.sampled for call in before)])
+    return np.array_equal(calls[0].prompt[: len(kept)], kept)

@@ -176,7 +176,8 @@ class Scorer:
         versions = trace.policy_versions[places]
         for version in np.unique(versions):
             mine = versions == version
-            computed = logprobs(self._decoder(row.model, int(version)), trace.token_ids, places[mine])
+            decoder = self._decoder(row.model, int(version))
+            computed = logprobs(decoder, trace.token_ids, places[mine], trace.logit_divisors)
             differences[mine] = np.abs(computed - trace.logprobs[places[mine]])
         return differences
 
@@ -192,8 +193,10 @@ class Scorer:
 
 
 @torch.inference_mode()
-def logprobs(decoder: Decoder, ids: Ids, places: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Floats:
-    """The log-probability of the ids at `places`, each given all ids before it."""
+def logprobs(
+    decoder: Decoder, ids: Ids, places: np.ndarray[tuple[int], np.dtype[np.int64]], divisors: Floats
+) -> Floats:
+    """The log-probability of the ids at `places`, each given all ids before it and its logits divided."""
     row = torch.from_numpy(np.array(ids, np.int64))
     hidden = decoder.hidden(row[:-1].unsqueeze(0))[0]
     found = []
@@ -202,6 +205,7 @@ def logprobs(decoder: Decoder, ids: Ids, places: np.ndarray[tuple[int], np.dtype
     for start in range(0, len(places), _BLOCK):
         block = torch.from_numpy(places[start : start + _BLOCK])
         logits = torch.mm(hidden[block - 1], decoder.head.T, out=buffer[: len(block)])
+        logits.div_(torch.from_numpy(divisors[block.numpy()]).unsqueeze(1))
         chosen = logits.gather(1, row[block].unsqueeze(1))[:, 0]
         largest = logits.amax(-1, keepdim=True)
         found.append(chosen - largest[:, 0] - logits.sub_(largest).exp_().sum(-1).log())

@@ -15,7 +15,8 @@ from towline.engines.embedded import DecoderConfig, create, save
 
 VERSIONS = "versions.json"
 _SETS = ("a", "b")
-_CONTEXT = 8192
+CONTEXT = 49_152
+"""The longest prompt with its reply."""
 
 
 def config(vocabulary: int) -> DecoderConfig:
@@ -32,7 +33,7 @@ def config(vocabulary: int) -> DecoderConfig:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=_CONTEXT,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         initializer_range=0.2,
     )

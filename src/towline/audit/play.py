@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal
 
+import orjson
+
 from towline.audit import content
+from towline.audit.comparison import Witness
 from towline.audit.engine import ScoringEngine, Weights
 from towline.audit.script import Line
 from towline.audit.targets import Target
@@ -28,6 +32,8 @@ from towline.gateway.session import Session
 Echo = Callable[[Wired], Wired]
 Shape = Callable[[list[Wired]], list[Wired]]
 Dress = Callable[[Wired], Wired]
+Speak = Callable[[str], tuple[Tongue, Wire]]
+"""A dialect's tongue, and a wire with its credentials."""
 
 FREE_TOKENS = (6, 14)
 _ENOUGH = 1024
@@ -57,6 +63,10 @@ class Expected:
     """The least number of policy versions in the session."""
     torn: bool = False
     """Some turn holds tokens of more than one version."""
+    origins: Mapping[int, int] = field(default_factory=dict)
+    """The origin of turns: by the number of a request, the number of the one whose turn it came from."""
+    temperatures: bool = False
+    """Every turn is sampled at the temperature that its request asked for."""
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -77,19 +87,22 @@ class Play:
         target: Target,
         engine: ScoringEngine,
         session: Session,
-        wire: Wire,
-        tongue: Tongue,
+        speak: Speak,
+        dialect: str,
         seed: str,
         *,
         free: float,
         split: float,
+        witness: Witness | None = None,
     ):
         self.target = target
         self.engine = engine
         self.session = session
         """The gateway's side, to wait for what a harness cannot see."""
-        self.wire = wire
-        self.tongue = tongue
+        self.speak = speak
+        self.tongue, self.wire = speak(dialect)
+        self.witness = witness
+        """Compares what the engine is given with the oracle; then replies are spelled as the template shows them."""
         self.random = Random(seed)
         self.free = free
         """The share of replies that the model samples by itself."""
@@ -99,6 +112,12 @@ class Play:
         self.task = content.sentence(self.random)
         """The instruction of the session."""
         self._last = Told("", {})
+        self._numbers: list[int] = []
+        """Of the last request's samples."""
+        self.temperatures: dict[int, float] = {}
+        """What each request asked for, by its number."""
+        self.follows: dict[int, int] = {}
+        """By the number of a request, the number of the last reply in its history."""
         self.unclosed = 0
         """Replies without an end that were continued."""
         self.problems: list[str] = []
@@ -117,18 +136,23 @@ class Play:
 
     # What is said
 
+    def line(self, text: str = "", reasoning: str | None = None) -> Line:
+        return Line(
+            text,
+            reasoning,
+            split=self.split,
+            seed=self.random.getrandbits(32),
+            as_shown=self.witness is not None,
+        )
+
     def step(self, *, reasoning: bool | None = None, calls: int = 1, text: bool | None = None) -> Line:
         """A reply that asks for work to be done; `None` leaves a choice to chance."""
         random, abilities = self.random, self.target.abilities
         thinks = abilities.reasoning and (random.random() < 0.7 if reasoning is None else reasoning)
-        line = Line(
-            reasoning=content.sentence(random) if thinks else None, split=self.split, seed=random.getrandbits(32)
-        )
+        line = self.line(reasoning=content.sentence(random) if thinks else None)
         if abilities.tools:
             line.calls = tuple(content.call(random) for _ in range(calls))
-            # Where a template shows either words or reasoning beside a call, a reply has one of them.
-            beside = abilities.text_beside_call and not (thinks and self.target.codec.check.one_thought)
-            if beside and (random.random() < 0.3 if text is None else text):
+            if abilities.text_beside_call and (random.random() < 0.3 if text is None else text):
                 line.text = content.sentence(random, 2, 4)
         else:
             command = str(content.call(random)[1].get("command", "ls"))
@@ -157,6 +181,8 @@ class Play:
     ) -> list[Wired]:
         """The choices of one completion. Samplers are asked for something else every time, which must not matter."""
         seed = self.random.getrandbits(_SEED_BITS) * _MOST_SAMPLES
+        for line in lines:
+            line.calls_before = sum(len(message.get("tool_calls") or ()) for message in messages)
         self.engine.teach(self.session.id, seed, lines)
         body: Wired = {
             "model": "audited",
@@ -172,11 +198,46 @@ class Play:
         told = self._last = self.tongue.tell(body)
         if dress is not None:
             told.body = dress(told.body)
-        return self.tongue.hear(await self.wire.post(told, dict(headers), leave), stream=self.stream)
+        numbers = self._numbers = [seed + place for place in range(len(lines))]
+        self.temperatures |= dict.fromkeys(numbers, body["temperature"])
+        if self.witness is not None:
+            self.witness.asked(self.tongue.name, orjson.dumps(told.body), numbers)
+        choices = self.tongue.hear(await self.wire.post(told, dict(headers), leave), stream=self.stream)
+        for number, line, choice in zip(numbers, lines, choices, strict=True):
+            choice["number"] = number
+            self._heard(number, line, choice, body)
+        return choices
+
+    def _heard(self, number: int, line: Line, choice: Wired, body: Wired) -> None:
+        """A reply has come: it is what the script said, in whatever format that was written."""
+        message = choice["message"]
+        if self.witness is not None:
+            calls = self.engine.answered(self.session.id, number)
+            self.witness.heard(number, line, message, calls, self.target.codec.stop_ids)
+        if line.free or line.garble or line.other_end or choice["finish_reason"] == "length" or "stop" in body:
+            return
+        called = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in _calls(message)]
+        self.check(called == [*line.calls], f"the calls {line.calls!r} reached the harness as {called!r}")
+        text = (message.get("content") or "").strip()
+        self.check(text == line.text.strip(), f"the text {line.text!r} reached the harness as {text!r}")
+        thought = message.get("reasoning_content")
+        # Some dialects show no reasoning, only its seal.
+        if thought is not None or self.tongue.name == "chat":
+            self.check(
+                thought == line.reasoning, f"the reasoning {line.reasoning!r} reached the harness as {thought!r}"
+            )
 
     async def again(self, headers: Mapping[str, str]) -> list[Wired]:
         """The choices of the last request, sent once more. It has no line of its own: it must not be sampled."""
-        return self.tongue.hear(await self.wire.post(self._last, dict(headers)), stream=self.stream)
+        last, numbers = self._last, self._numbers
+        choices = self.tongue.hear(await self.wire.post(last, dict(headers)), stream=self.stream)
+        for number, choice in zip(numbers, choices, strict=True):
+            choice["number"] = number
+        return choices
+
+    def switch(self, dialect: str) -> None:
+        """Speak another dialect from now on."""
+        self.tongue, self.wire = self.speak(dialect)
 
     def thread(self, **options: Any) -> Thread:
         return Thread(self, **options)
@@ -215,6 +276,8 @@ class Thread:
         self.history.append({"role": "user", "content": play.task if task is None else task})
         self._open = False
         """The last reply has no end of its own."""
+        self.last: int | None = None
+        """The number of the last reply in the history."""
 
     def copy(self) -> Thread:
         """The same history, to go on from in another way."""
@@ -226,7 +289,11 @@ class Thread:
         """The choices that answer the history, or `messages` in its place, without remembering any."""
         sent = self.shape(self.history) if messages is None else list(messages)
         options: dict[str, Any] = {"tools": self.tools, "headers": self.headers, "dress": self.dress, **fields}
-        return await self.play.post(sent, lines, **options)
+        last = self.last
+        choices = await self.play.post(sent, lines, **options)
+        if last is not None:
+            self.play.follows |= {choice["number"]: last for choice in choices}
+        return choices
 
     async def reply(self, line: Line, **fields: Any) -> Wired:
         """Ask, and remember the answer."""
@@ -237,6 +304,7 @@ class Thread:
         """Remember a choice as the harness does; returns the message as it came."""
         self.play.unclosed += self._open
         self._open = cut or choice["finish_reason"] == "length"
+        self.last = choice["number"]
         message: Wired = choice["message"]
         self.history.append(self.echo(message))
         return message
@@ -268,3 +336,7 @@ class Thread:
     async def finish(self, **options: Any) -> None:
         """The last answer."""
         await self.reply(self.play.answer(**options))
+
+
+def _calls(message: Wired) -> list[Wired]:
+    return list(message.get("tool_calls") or ())

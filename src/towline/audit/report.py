@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from towline.audit.behaviours import behaviours
+from towline.audit.comparison import LEAST_COMPARED, Tally
 from towline.audit.judge import BOUND, Played, violations
 from towline.audit.measure import Figures, Measured
+from towline.audit.targets import Target
 from towline.audit.tongues import DIALECTS
 from towline.schema import BuilderName
 from towline.view import visible
@@ -56,6 +58,8 @@ class PartFigures:
     conversations: int = 0
     builders: dict[BuilderName, BuilderFigures] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
+    oracle: Tally = field(default_factory=Tally)
+    """For a behaviour, its turns under `as_sent`."""
     told: dict[str, int] = field(default_factory=dict)
     """For a behaviour, its conversations by dialect; for a dialect, by behaviour."""
 
@@ -65,6 +69,7 @@ class PartFigures:
             "told": self.told,
             "builders": {name.value: figures.as_json() for name, figures in self.builders.items()},
             "violations": self.violations,
+            "oracle": self.oracle.as_json(),
         }
 
 
@@ -78,10 +83,23 @@ class AuditReport:
     by_dialect: dict[str, PartFigures]
     targets: list[str]
     seconds: float = 0.0
+    oracle: Tally = field(default_factory=Tally)
+    """Prompts under `as_sent`, compared with the oracle."""
+    by_target: dict[str, Tally] = field(default_factory=dict)
+    """The same for each target."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """On how many targets a behaviour cannot be played."""
+    families: list[str] = field(default_factory=list)
+    """Families with a tokenizer and a template of their own."""
+    mutations: dict[str, bool] = field(default_factory=dict)
+    """Whether the audit fails with each fault enabled."""
 
     @property
     def violations(self) -> list[str]:
-        return [line for figures in self.by_behaviour.values() for line in figures.violations]
+        lines = [line for figures in self.by_behaviour.values() for line in figures.violations]
+        if self.oracle.turns and self.oracle.share < LEAST_COMPARED:
+            lines.append(f"oracle: {self.oracle.share:.1%} of the turns are compared, less than {LEAST_COMPARED:.0%}")
+        return [*lines, *(f"mutation {name}: not caught" for name, caught in self.mutations.items() if not caught)]
 
     @property
     def ok(self) -> bool:
@@ -97,22 +115,31 @@ class AuditReport:
             "bound": BOUND,
             "violations": self.violations,
             "targets": self.targets,
+            "oracle": self.oracle.as_json(),
+            "oracle_by_target": {name: tally.as_json() for name, tally in self.by_target.items()},
+            "skipped": self.skipped,
+            "families": self.families,
+            "mutations": self.mutations,
             "seconds": round(self.seconds, 1),
         }
 
 
-def make_report(
-    played: Sequence[Played], measured: Sequence[Measured], targets: Sequence[str], seconds: float
-) -> AuditReport:
+def make_report(played: Sequence[Played], measured: Sequence[Measured], targets: Sequence[Target]) -> AuditReport:
     """Put together what was played and what was measured."""
     by_conversation: dict[str, dict[BuilderName, Measured]] = {}
     for result in measured:
         by_conversation.setdefault(result.conversation, {})[result.builder] = result
-    report = AuditReport(0, {name: BuilderFigures() for name in BuilderName}, {}, {}, list(targets), seconds)
+    names_of_targets = [target.name for target in targets]
+    report = AuditReport(0, {name: BuilderFigures() for name in BuilderName}, {}, {}, names_of_targets)
+    report.families = [target.family for target in targets if target.family]
     names: set[str] = set()
     for one in sorted(played, key=lambda one: one.conversation):
         figures = by_conversation.get(one.conversation, {})
         found = [f"{one.conversation}: {line}" for line in violations(one, figures)]
+        if one.oracle is not None:
+            report.oracle.add(one.oracle)
+            report.by_target.setdefault(one.target, Tally()).add(one.oracle)
+            report.by_behaviour.setdefault(one.behaviour, PartFigures()).oracle.add(one.oracle)
         _count(report.builders, one, figures)
         of_behaviour = report.by_behaviour.setdefault(one.behaviour, PartFigures())
         of_dialect = report.by_dialect.setdefault(one.dialect, PartFigures())

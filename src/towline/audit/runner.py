@@ -1,8 +1,9 @@
-"""Runs an audit: plays every conversation through a real gateway, twice, and measures what comes out.
+"""Runs an audit: plays every conversation through a real gateway, three times, and measures what comes out.
 
-With `capture="exact"` a conversation gives the rows of the `exact` builder; with `capture="plain"`, where every request
-is rendered anew as a plain server does, those of `merged` and `per_turn`. Both times the script is the same. Rows, the
-engine's log and the models are written first; the figures are then computed from those files alone.
+`exact` gives the rows of the `exact` builder; `plain`, where every request is rendered anew as a plain server does, those
+of `merged` and `per_turn`; both times the script is the same. `as_sent` runs under the context policy of that name with
+replies as an encoder would choose them, and compares every prompt with the oracle; the model scores nothing there. Rows,
+the engine's log and the models are written first; the figures are then computed from those files alone.
 """
 
 from __future__ import annotations
@@ -11,28 +12,30 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import aiohttp
 import torch
 
 from towline.audit import evidence, models
-from towline.audit.behaviours import behaviours
-from towline.audit.casting import Part, cast
+from towline.audit.behaviours import Capture, behaviours
+from towline.audit.casting import Part, cast, skipped
+from towline.audit.comparison import Witness
 from towline.audit.engine import Call, ScoringCapable, ScoringEngine, Weights
 from towline.audit.evidence import Row
-from towline.audit.judge import Found, Played
+from towline.audit.judge import Found, Played, lineage, unmeasured
 from towline.audit.measure import measure
 from towline.audit.play import Play
 from towline.audit.report import AuditReport, make_report
 from towline.audit.targets import Target, find
-from towline.audit.tongues import DIALECTS, tongue
+from towline.audit.tongues import DIALECTS, Tongue, tongue
 from towline.audit.wires import InProcess, Sockets, Wire
 from towline.config import GatewaySettings
 from towline.dialects.registry import all_dialects
@@ -46,14 +49,13 @@ from towline.schema import BuilderName, EndReason, Trajectory
 from towline.tokens.assemble import assemble
 
 Progress = Callable[[int, int, str], None]
-Capture = Literal["exact", "plain"]
 
 FREE_SHARE = 0.15
 SPLIT_SHARE = 0.25
 _PATIENCE = 600.0
 """Seconds that one conversation may take; one that hangs is a finding, not the end of the audit."""
-_CONTEXT = 8192
-_CACHE = 32_768
+_CONTEXT = models.CONTEXT
+_CACHE = 2 * _CONTEXT
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ async def run(options: AuditOptions, progress: Progress | None = None) -> AuditR
     targets = await asyncio.to_thread(find, options.targets, tokenizer=options.tokenizer, template=options.template)
     parts = cast(chosen, targets, options.conversations, dialects)
     results = _Results()
-    total = 2 * len(parts)
+    total = sum(len(part.behaviour.captures) for part in parts)
     with tempfile.TemporaryDirectory(prefix="towline-audit-") as scratch:
         ordered = sorted(parts, key=lambda part: part.target.vocabulary)
         for vocabulary, group in groupby(ordered, key=lambda part: part.target.vocabulary):
@@ -136,6 +138,7 @@ async def run(options: AuditOptions, progress: Progress | None = None) -> AuditR
     _write(options.out, results)
     rows = {builder: len(found) for builder, found in results.rows.items()}
     report = await asyncio.to_thread(_report, options, results, targets, sum(rows.values()), tell)
+    report.skipped = skipped(chosen, targets, dialects)
     report.seconds = time.perf_counter() - began
     (options.out / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     return report
@@ -166,7 +169,7 @@ def _report(
         tell(done, rows, "computing the logprobs again")
 
     measured = measure(options.out, BuilderName, count)
-    return make_report(results.played, measured, [target.name for target in targets], 0.0)
+    return make_report(results.played, measured, targets)
 
 
 class _Company:
@@ -191,43 +194,71 @@ class _Company:
                     done()
 
             parts = [part for part in self.parts if part.behaviour.updates is updates]
-            await asyncio.gather(*(one(part, capture) for part in parts for capture in ("exact", "plain")))
+            await asyncio.gather(*(one(part, capture) for part in parts for capture in part.behaviour.captures))
 
     async def _play(self, part: Part, capture: Capture) -> None:
         stage, behaviour = self.stages[part.target.name], part.behaviour
-        builder = BuilderName.EXACT if capture == "exact" else BuilderName.MERGED
         id = f"{part.id}.{capture}"
-        seed = f"{self.options.seed}:{part.id}"
-        opened = await stage.gateway.create(
-            {"id": id, "settings": {**behaviour.settings, "capture": capture, "builder": builder.value}}
-        )
+        settings: dict[str, Any] = {**behaviour.settings}
+        if capture == "as_sent":
+            settings["policy"] = "as_sent"
+        else:
+            builder = BuilderName.EXACT if capture == "exact" else BuilderName.MERGED
+            settings |= {"capture": capture, "builder": builder.value}
+        opened = await stage.gateway.create({"id": id, "settings": settings})
         session = opened.session
-        speech = tongue(part.dialect, open_reasoning=part.open_reasoning)
-        wire = stage.wire(speech.credentials(opened.key), sockets=part.sockets)
+        witness = self._witness(part, session, settings) if capture == "as_sent" else None
+
+        def speak(dialect: str) -> tuple[Tongue, Wire]:
+            speech = tongue(dialect, open_reasoning=part.open_reasoning)
+            return speech, stage.wire(speech.credentials(opened.key), sockets=part.sockets)
+
+        share = SPLIT_SHARE if behaviour.split is None else behaviour.split
         play = Play(
             part.target,
             stage.engine,
             session,
-            wire,
-            speech,
-            seed,
-            free=FREE_SHARE if behaviour.free else 0.0,
-            split=SPLIT_SHARE if behaviour.split is None else behaviour.split,
+            speak,
+            part.dialect,
+            f"{self.options.seed}:{part.id}",
+            free=FREE_SHARE if behaviour.free and witness is None else 0.0,
+            split=share if witness is None or behaviour.split is not None else 0.0,
+            witness=witness,
         )
         session.instruction = play.task
-        played = Played(part.id, behaviour.name, part.target.name, part.dialect, wire.name)
+        played = Played(part.id, behaviour.name, part.target.name, part.dialect, play.wire.name)
         self.results.played.append(played)
         try:
             async with asyncio.timeout(_PATIENCE):
-                played.expected = await behaviour.act(play)
+                expected = await behaviour.act(play)
             played.problems += play.problems
+            sealed = await stage.gateway.seal(id, EndReason.EXITED)
+            calls = [call for call in stage.engine.calls if call.session == id]
+            if witness is not None:
+                played.oracle, different = witness.compare(calls)
+                played.problems += [*different, *unmeasured(sealed, calls)]
+                return
+            played.expected = expected
             played.unclosed = play.unclosed
-            self._keep(part, stage, played, await stage.gateway.seal(id, EndReason.EXITED))
+            if capture == "exact":
+                played.problems += lineage(expected, play.follows, play.temperatures, sealed, calls)
+            self._keep(part, stage, played, sealed)
             if capture == "plain":
                 self._keep(part, stage, played, _per_turn(session, part.target))
         except Exception as error:
             # A defect anywhere behind the gateway is a finding about this conversation, not the end of the audit.
             played.problems.append(f"{capture}: {type(error).__name__}: {error}")
+
+    def _witness(self, part: Part, session: Session, settings: Mapping[str, Any]) -> Witness:
+        target = part.target
+        return Witness(
+            target.oracle,
+            target.format,
+            settings,
+            datetime.fromtimestamp(session.created, UTC),
+            closes=target.abilities.closes,
+            plain_text=target.abilities.plain_special_text,
+        )
 
     def _keep(self, part: Part, stage: _Stage, played: Played, trajectory: Trajectory) -> None:
         played.found[trajectory.builder] = Found.of(trajectory)
@@ -269,7 +300,7 @@ async def _staged(
         weights = Weights(engine, folder)
         stages = {}
         for name, target in targets.items():
-            scoring = ScoringEngine(weights, target.codec)
+            scoring = ScoringEngine(weights, target.oracle, target.format, target.codec.stop_ids)
             data = scratch / name
             settings = GatewaySettings(port=0, control_port=0, data=data, journal="os")
             gateway = Gateway(scoring, target.codec, settings)

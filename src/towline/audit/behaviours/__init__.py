@@ -7,6 +7,6 @@ it by itself.
 """
 
 from towline.audit.behaviours import continuing, forking, serving, telling
-from towline.audit.behaviours.registry import Behaviour, behaviours
+from towline.audit.behaviours.registry import Behaviour, Capture, behaviours
 
-__all__ = ["Behaviour", "behaviours", "continuing", "forking", "serving", "telling"]
+__all__ = ["Behaviour", "Capture", "behaviours", "continuing", "forking", "serving", "telling"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from towline.audit import content
@@ -353,7 +354,7 @@ async def prefill(play: Play) -> Expected:
     await thread.work(1)
     for _ in range(2):
         start = content.sentence(play.random, 2, 3)[:-1]
-        line = Line(text=f" {content.sentence(play.random)}", split=play.split, seed=play.random.getrandbits(32))
+        line = play.line(f" {content.sentence(play.random)}")
         (choice,) = await thread.ask(line, messages=[*thread.history, {"role": "assistant", "content": start}])
         whole = start + choice["message"]["content"]
         thread.take({**choice, "message": {"role": "assistant", "content": whole}})
@@ -366,10 +367,10 @@ async def prefill(play: Play) -> Expected:
 async def reply_resumed(play: Play) -> Expected:
     """Has a reply that ran into its limit written on."""
     thread = play.thread()
-    line = Line(text=" ".join(content.sentence(play.random) for _ in range(3)))
+    line = replace(play.line(" ".join(content.sentence(play.random) for _ in range(3))), split=0.0)
     (choice,) = await thread.ask(line, max_tokens=12)
     start = {"role": "assistant", "content": choice["message"]["content"]}
-    rest = Line(text=f" {content.sentence(play.random)}")
+    rest = replace(play.line(f" {content.sentence(play.random)}"), split=0.0)
     (choice,) = await thread.ask(rest, messages=[*thread.history, start])
     whole = start["content"] + choice["message"]["content"]
     thread.take({**choice, "message": {"role": "assistant", "content": whole}})

@@ -9,7 +9,6 @@ from towline.audit import content
 from towline.audit.behaviours.continuing import without_reasoning
 from towline.audit.behaviours.registry import behaviour
 from towline.audit.play import Expected, Play
-from towline.audit.script import Line
 from towline.audit.tongues import Wired
 
 
@@ -275,7 +274,7 @@ async def finished_reply_resumed(play: Play) -> Expected:
     """Wants a reply that had ended written on, as if it had not."""
     thread = play.thread()
     await thread.finish(reasoning=False)
-    rest = Line(text=f" {content.sentence(play.random)}")
+    rest = replace(play.line(f" {content.sentence(play.random)}"), split=0.0)
     await thread.ask(rest)
     return Expected(chains=2, forks={"prefill": 1})
 

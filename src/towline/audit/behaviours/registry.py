@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from towline.audit.play import Expected, Play
 from towline.audit.tongues import DIALECTS
 
+Capture = Literal["exact", "plain", "as_sent"]
+"""How a conversation is played: see `runner`."""
+CAPTURES: tuple[Capture, ...] = ("exact", "plain", "as_sent")
 Act = Callable[[Play], Awaitable[Expected]]
 
 
@@ -31,6 +34,8 @@ class Behaviour:
     """Changes the engine's weights, under everybody's feet."""
     dialects: tuple[str, ...] = DIALECTS
     """Those in which it can be told."""
+    captures: tuple[Capture, ...] = CAPTURES
+    """How it is played."""
 
 
 _ALL: dict[str, Behaviour] = {}
@@ -43,12 +48,14 @@ def behaviour(
     split: float | None = None,
     updates: bool = False,
     dialects: tuple[str, ...] = DIALECTS,
+    captures: tuple[Capture, ...] = CAPTURES,
 ) -> Callable[[Act], Act]:
     """Put a function on the list, under its own name."""
 
     def register(act: Act) -> Act:
         name, about = act.__name__, (act.__doc__ or "").strip()
-        _ALL[name] = Behaviour(name, act, about, frozenset(needs), settings or {}, free, split, updates, dialects)
+        given = settings or {}
+        _ALL[name] = Behaviour(name, act, about, frozenset(needs), given, free, split, updates, dialects, captures)
         return act
 
     return register
