@@ -78,6 +78,8 @@ def _pairs(
         pair = behaviour.name, target.name
         if pair not in able or (pair in given and not again):
             return False
+        if behaviour.most is not None and times[behaviour.name] >= behaviour.most:
+            return False
         given.add(pair)
         times[behaviour.name] += 1
         return True

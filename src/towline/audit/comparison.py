@@ -30,6 +30,8 @@ from towline.audit.tongues import Wired
 
 LEAST_COMPARED = 0.9
 """The share of turns that must be compared."""
+_MARGIN = 8
+"""Tokens more than there are characters, for those that begin before the first."""
 
 
 class Excluded(StrEnum):
@@ -82,6 +84,8 @@ class _Request:
     text: str
     ids: list[int]
     excluded: Excluded | None
+    tail: str = ""
+    """How a plain server's prompt ends: from the content of the last message on."""
 
 
 @dataclass(slots=True)
@@ -135,7 +139,8 @@ class Witness:
             if kept != asked and self._rewritten(kept, text):
                 # The template shows a reply otherwise by now: a fork, which shows the request as it was sent.
                 kept, text = asked, self._text(asked)
-            request = _Request(kept, text, self.oracle.encode(text), self._excluded(kept, text))
+            ids = self.oracle.encode(text)
+            request = _Request(kept, text, ids, self._excluded(kept, text), self._tail(kept, text))
         except Refusal:
             request = _Request(kept, "", [], Excluded.REFUSED)
         self._shown = request.asked.messages
@@ -189,6 +194,17 @@ class Witness:
                 known.items[call["item"]] = {"role": "assistant", "content": "", "tool_calls": [own]}
         if "answer" in message:
             known.answers[message["answer"]] = [*request.asked.messages, written]
+
+    def _tail(self, asked: Asked, text: str) -> str:
+        if asked.prefilled:
+            return ""
+        at = text.rfind(asked.messages[-1]["content"].strip())
+        if at >= 0:
+            return text[at:]
+        # The template spells the content otherwise: what opens the reply is left.
+        closed = self.oracle.render(asked.messages, asked.tools, now=self.now, generation=False)
+        shared = next((n for n, (a, b) in enumerate(zip(text, closed, strict=False)) if a != b), len(closed))
+        return text[shared:]
 
     def _as_kept(self, messages: list[HfMessage]) -> list[HfMessage]:
         """The messages as the session's settings have the model see them."""
@@ -277,6 +293,14 @@ class Witness:
                 tally.different += 1
                 problems.append(f"as_sent: turn {call.turn}: {self._difference(given, request.ids)}")
         return tally, problems
+
+    def tails(self, calls: Sequence[Call]) -> Iterator[str]:
+        """A line for each prompt that does not end as a plain server's, which it must under every context policy."""
+        for number, call in {call.number: call for call in reversed(calls)}.items():
+            tail = self._requests[number].tail if number in self._requests else ""
+            given = self.oracle.decode([int(id) for id in call.prompt[-(len(tail) + _MARGIN) :]])
+            if not given.endswith(tail):
+                yield f"turn {call.turn}: the prompt ends in {given[-len(tail) :]!r}, a plain server's in {tail!r}"
 
     def _difference(self, given: list[int], shown: list[int]) -> str:
         at = next(

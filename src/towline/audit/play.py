@@ -93,7 +93,8 @@ class Play:
         *,
         free: float,
         split: float,
-        witness: Witness | None = None,
+        witness: Witness,
+        as_shown: bool,
     ):
         self.target = target
         self.engine = engine
@@ -102,7 +103,8 @@ class Play:
         self.speak = speak
         self.tongue, self.wire = speak(dialect)
         self.witness = witness
-        """Compares what the engine is given with the oracle; then replies are spelled as the template shows them."""
+        self.as_shown = as_shown
+        """Replies are spelled as the template shows them in history."""
         self.random = Random(seed)
         self.free = free
         """The share of replies that the model samples by itself."""
@@ -142,7 +144,7 @@ class Play:
             reasoning,
             split=self.split,
             seed=self.random.getrandbits(32),
-            as_shown=self.witness is not None,
+            as_shown=self.as_shown,
         )
 
     def step(self, *, reasoning: bool | None = None, calls: int = 1, text: bool | None = None) -> Line:
@@ -200,8 +202,7 @@ class Play:
             told.body = dress(told.body)
         numbers = self._numbers = [seed + place for place in range(len(lines))]
         self.temperatures |= dict.fromkeys(numbers, body["temperature"])
-        if self.witness is not None:
-            self.witness.asked(self.tongue.name, orjson.dumps(told.body), numbers)
+        self.witness.asked(self.tongue.name, orjson.dumps(told.body), numbers)
         choices = self.tongue.hear(await self.wire.post(told, dict(headers), leave), stream=self.stream)
         for number, line, choice in zip(numbers, lines, choices, strict=True):
             choice["number"] = number
@@ -211,9 +212,8 @@ class Play:
     def _heard(self, number: int, line: Line, choice: Wired, body: Wired) -> None:
         """A reply has come: it is what the script said, in whatever format that was written."""
         message = choice["message"]
-        if self.witness is not None:
-            calls = self.engine.answered(self.session.id, number)
-            self.witness.heard(number, line, message, calls, self.target.codec.stop_ids)
+        calls = self.engine.answered(self.session.id, number)
+        self.witness.heard(number, line, message, calls, self.target.codec.stop_ids)
         if line.free or line.garble or line.other_end or choice["finish_reason"] == "length" or "stop" in body:
             return
         called = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in _calls(message)]

@@ -207,12 +207,13 @@ class _Company:
             settings |= {"capture": capture, "builder": builder.value}
         opened = await stage.gateway.create({"id": id, "settings": settings})
         session = opened.session
-        witness = self._witness(part, session, settings) if capture == "as_sent" else None
+        witness = self._witness(part, session, settings)
 
         def speak(dialect: str) -> tuple[Tongue, Wire]:
             speech = tongue(dialect, open_reasoning=part.open_reasoning)
             return speech, stage.wire(speech.credentials(opened.key), sockets=part.sockets)
 
+        as_sent = capture == "as_sent"
         share = SPLIT_SHARE if behaviour.split is None else behaviour.split
         play = Play(
             part.target,
@@ -221,9 +222,10 @@ class _Company:
             speak,
             part.dialect,
             f"{self.options.seed}:{part.id}",
-            free=FREE_SHARE if behaviour.free and witness is None else 0.0,
-            split=share if witness is None or behaviour.split is not None else 0.0,
+            free=FREE_SHARE if behaviour.free and not as_sent else 0.0,
+            split=share if not as_sent or behaviour.split is not None else 0.0,
             witness=witness,
+            as_shown=as_sent,
         )
         session.instruction = play.task
         played = Played(part.id, behaviour.name, part.target.name, part.dialect, play.wire.name)
@@ -234,7 +236,7 @@ class _Company:
             played.problems += play.problems
             sealed = await stage.gateway.seal(id, EndReason.EXITED)
             calls = [call for call in stage.engine.calls if call.session == id]
-            if witness is not None:
+            if as_sent:
                 played.oracle, different = witness.compare(calls)
                 played.problems += [*different, *unmeasured(sealed, calls)]
                 return
@@ -242,6 +244,7 @@ class _Company:
             played.unclosed = play.unclosed
             if capture == "exact":
                 played.problems += lineage(expected, play.follows, play.temperatures, sealed, calls)
+                played.problems += witness.tails(calls)
             self._keep(part, stage, played, sealed)
             if capture == "plain":
                 self._keep(part, stage, played, _per_turn(session, part.target))

@@ -36,6 +36,8 @@ class Behaviour:
     """Those in which it can be told."""
     captures: tuple[Capture, ...] = CAPTURES
     """How it is played."""
+    most: int | None = None
+    """How many conversations of it an audit has at most, where one takes long."""
 
 
 _ALL: dict[str, Behaviour] = {}
@@ -49,13 +51,16 @@ def behaviour(
     updates: bool = False,
     dialects: tuple[str, ...] = DIALECTS,
     captures: tuple[Capture, ...] = CAPTURES,
+    most: int | None = None,
 ) -> Callable[[Act], Act]:
     """Put a function on the list, under its own name."""
 
     def register(act: Act) -> Act:
         name, about = act.__name__, (act.__doc__ or "").strip()
         given = settings or {}
-        _ALL[name] = Behaviour(name, act, about, frozenset(needs), given, free, split, updates, dialects, captures)
+        _ALL[name] = Behaviour(
+            name, act, about, frozenset(needs), given, free, split, updates, dialects, captures, most
+        )
         return act
 
     return register
