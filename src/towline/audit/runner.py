@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 import torch
 
-from towline.audit import evidence, models
+from towline.audit import evidence, models, mutations
 from towline.audit.behaviours import Capture, behaviours
 from towline.audit.casting import Part, cast, skipped
 from towline.audit.comparison import Witness
@@ -81,6 +81,8 @@ class AuditOptions:
     """Conversations at a time."""
     shape: Callable[[int], DecoderConfig] = models.config
     """The model for a vocabulary of some size."""
+    mutations: bool = False
+    """Also check that the audit fails with each of the known faults in the code under test."""
     engine: Callable[[Path], Awaitable[ScoringCapable]] | None = None
     """What samples, started, with the weights of an audit's folder; by default the embedded engine."""
 
@@ -114,8 +116,38 @@ class _Results:
 async def run(options: AuditOptions, progress: Progress | None = None) -> AuditReport:
     """Play, write, measure, report. What is wrong with a conversation is in the report, not an exception."""
     began = time.perf_counter()
-    options.out.mkdir(parents=True, exist_ok=True)
     tell = progress or (lambda done, total, label: None)
+    report = await _audit(options, tell)
+    if options.mutations:
+        report.mutations = await _mutated(options, tell)
+    report.seconds = time.perf_counter() - began
+    (options.out / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
+    return report
+
+
+async def _mutated(options: AuditOptions, tell: Progress) -> dict[str, bool]:
+    """Which faults an audit of a few conversations finds."""
+
+    async def short(out: Path, targets: Sequence[str], names: Sequence[str]) -> set[str]:
+        chosen = replace(
+            options,
+            out=out,
+            conversations=len(names),
+            tokenizer=None,
+            template=None,
+            targets=targets,
+            behaviours=names,
+            dialects=("chat",),
+        )
+        report = await _audit(chosen, lambda done, total, label: None)
+        return {line for part in report.by_behaviour.values() for line in part.violations}
+
+    done = iter(range(len(mutations.FAULTS)))
+    return await mutations.check(short, lambda name: tell(next(done), len(mutations.FAULTS), f"with the fault {name}"))
+
+
+async def _audit(options: AuditOptions, tell: Progress) -> AuditReport:
+    options.out.mkdir(parents=True, exist_ok=True)
     chosen = behaviours()
     if options.behaviours is not None:
         if unknown := set(options.behaviours) - chosen.keys():
@@ -139,8 +171,6 @@ async def run(options: AuditOptions, progress: Progress | None = None) -> AuditR
     rows = {builder: len(found) for builder, found in results.rows.items()}
     report = await asyncio.to_thread(_report, options, results, targets, sum(rows.values()), tell)
     report.skipped = skipped(chosen, targets, dialects)
-    report.seconds = time.perf_counter() - began
-    (options.out / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     return report
 
 
