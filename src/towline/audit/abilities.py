@@ -36,6 +36,8 @@ class Abilities:
     """The end of a turn belongs to the turn."""
     opens: bool = False
     """The end of a turn is what opens the next message."""
+    other_ends: bool = False
+    """There are several end-of-turn ids that a model can sample."""
     plain_special_text: bool = False
     """Text that spells a special token stays text."""
     text_round_trips: bool = False
@@ -43,8 +45,10 @@ class Abilities:
     call_round_trips: bool = False
 
 
-def probe(oracle: Oracle, format: Format, ends: Iterable[str], *, plain_special_text: bool) -> Abilities:
-    """Ask the template. `ends` are the tokens that end a message."""
+def probe(
+    oracle: Oracle, format: Format, ends: Iterable[str], *, other_ends: bool, plain_special_text: bool
+) -> Abilities:
+    """Ask the template. `ends` are the tokens that end a message; the last two are settings of the target."""
     asked = _Probe(oracle, format)
     user, more, called, both, results = asked.user, asked.more, asked.called, asked.both, asked.results
     tools = format.calls and asked.shown([user, called, results[0]], "ls 1", "result 1")
@@ -69,6 +73,7 @@ def probe(oracle: Oracle, format: Format, ends: Iterable[str], *, plain_special_
         prefill=asked.prefills(),
         closes=closes,
         opens=not closes,
+        other_ends=other_ends,
         plain_special_text=plain_special_text,
         text_round_trips=asked.round_trips({"role": "assistant", "content": _DONE}, [more], ()),
         call_round_trips=tools and asked.round_trips(called, results[:1], TOOLS),

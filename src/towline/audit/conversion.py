@@ -47,7 +47,7 @@ class Asked:
     @property
     def prefilled(self) -> bool:
         """The last message is an assistant's, which the model is to write on."""
-        return self.messages[-1]["role"] == "assistant"
+        return bool(self.messages[-1]["role"] == "assistant")
 
 
 def convert(dialect: str, body: bytes, known: Known) -> Asked:

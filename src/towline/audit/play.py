@@ -201,7 +201,7 @@ class Play:
         if dress is not None:
             told.body = dress(told.body)
         numbers = self._numbers = [seed + place for place in range(len(lines))]
-        self.temperatures |= dict.fromkeys(numbers, body["temperature"])
+        self.temperatures |= {number: float(body["temperature"]) for number in numbers}
         self.witness.asked(self.tongue.name, orjson.dumps(told.body), numbers)
         choices = self.tongue.hear(await self.wire.post(told, dict(headers), leave), stream=self.stream)
         for number, line, choice in zip(numbers, lines, choices, strict=True):

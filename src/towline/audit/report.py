@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,6 +187,9 @@ def render(report: AuditReport, console: Console) -> None:
     console.print(_builders(report))
     console.print(_parts("dialect", "behaviours", report.by_dialect))
     console.print(_parts("behaviour", "dialects", report.by_behaviour))
+    console.print(_oracle(report))
+    for line in _told(report):
+        console.print(line, highlight=False)
     if report.ok:
         console.print(
             Text(f"exact: every token is where it was sampled, in {report.conversations} conversations", "green")
@@ -215,6 +218,33 @@ def _builders(report: AuditReport) -> Table:
             f"{values['trained_tokens']:,}",
         )
     return table
+
+
+def _oracle(report: AuditReport) -> Table:
+    """The prompts under `as_sent` beside an independent rendering, for each target."""
+    table = Table(title="Prompts under as_sent against Hugging Face rendering", title_justify="left")
+    table.add_column("target")
+    for name in ("compared", "different"):
+        table.add_column(name, justify="right")
+    table.add_column("excluded")
+    for name, tally in [*report.by_target.items(), ("all", report.oracle)]:
+        excluded = ", ".join(f"{reason} {count}" for reason, count in sorted(tally.excluded.items()))
+        table.add_row(name, str(tally.compared), str(tally.different), excluded)
+    return table
+
+
+def _told(report: AuditReport) -> Iterator[str]:
+    yield f"oracle: {report.oracle.compared} of {report.oracle.turns} turns compared ({report.oracle.share:.1%})"
+    yield f"families with their own tokenizer and template: {', '.join(report.families) or 'none'}"
+    if report.skipped:
+        listed = ", ".join(f"{name} {count}" for name, count in report.skipped.items())
+        yield f"skipped, by the number of targets that cannot do it: {listed}"
+    if report.mutations:
+        yield f"faults: {', '.join(f'{name} {_caught(caught)}' for name, caught in report.mutations.items())}"
+
+
+def _caught(caught: bool) -> str:
+    return "caught" if caught else "NOT CAUGHT"
 
 
 def _parts(title: str, told: str, parts: Mapping[str, PartFigures]) -> Table:

@@ -63,7 +63,7 @@ class AuditOptions:
     """What to audit, and where to leave the evidence."""
 
     out: Path
-    conversations: int = 320
+    conversations: int = 400
     tokenizer: Path | None = None
     """A tokenizer folder of the user's own, audited beside the others."""
     template: Path | None = None

@@ -162,10 +162,14 @@ def _target(
     if not format.end:
         format = _ended(format, codec)
     ends = [text for id in codec.end_ids if (text := oracle.backend.id_to_token(id))]
-    plain = codec.special_text is SpecialText.PLAIN
-    return Target(
-        name, vocabulary, codec, oracle, format, probe(oracle, format, ends, plain_special_text=plain), primary, family
+    abilities = probe(
+        oracle,
+        format,
+        ends,
+        other_ends=len(codec.stop_ids) > 1,
+        plain_special_text=codec.special_text is SpecialText.PLAIN,
     )
+    return Target(name, vocabulary, codec, oracle, format, abilities, primary, family)
 
 
 def _ended(format: Format, codec: SentinelCodec) -> Format:

@@ -19,18 +19,24 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure what the README's fi
 @audit_app.command("fidelity")
 def audit_fidelity(
     out: Annotated[Path, typer.Option(help="Folder for rows (Arrow), models and the report.")] = Path("runs/audit"),
-    conversations: Annotated[int, typer.Option(help="How many at least.", min=1)] = 300,
+    conversations: Annotated[int, typer.Option(help="How many to play. Default 400.", min=1)] = 400,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer or model folder of your own.")] = None,
     template: Annotated[Path | None, typer.Option(help="A chat template of your own.")] = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Seed of scripts and models. Default 0.")] = 0,
+    mutations: Annotated[bool, typer.Option(help="Check that known faults are caught. Default on.")] = True,
     as_json: common.Json = False,
 ) -> None:
-    """Run conversations with every harness behaviour and check each trained token with one forward pass."""
+    """Play every harness behaviour; check prompts against an oracle and logprobs by a forward pass."""
     from towline import audit
 
     console = common.console(as_json)
     options = audit.AuditOptions(
-        out=out, conversations=conversations, tokenizer=tokenizer, template=template, seed=seed
+        out=out,
+        conversations=conversations,
+        tokenizer=tokenizer,
+        template=template,
+        seed=seed,
+        mutations=mutations,
     )
     with common.reporting(console, "audit") as report:
         result = common.run(audit.run(options, report))

@@ -234,7 +234,7 @@ async def call_malformed(play: Play) -> Expected:
     return Expected()
 
 
-@behaviour("closes")
+@behaviour("closes", "other_ends")
 async def other_end(play: Play) -> Expected:
     """Gets replies that ended on another end-of-turn id than the template's own; what was sampled stays."""
     thread = play.thread()

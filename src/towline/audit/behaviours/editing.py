@@ -39,7 +39,7 @@ async def line_appended(play: Play) -> Expected:
     return Expected(chains=4, forks={"history_edited": 3}, roles={"main": 4})
 
 
-@behaviour("tools", "parallel")
+@behaviour("tools", "parallel", dialects=("chat", "messages", "google"))
 async def turns_merged(play: Play) -> Expected:
     """Keeps two steps as one: a message with both calls, and both results behind it."""
     thread = play.thread()

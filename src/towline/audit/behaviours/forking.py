@@ -279,7 +279,7 @@ async def finished_reply_resumed(play: Play) -> Expected:
     return Expected(chains=2, forks={"prefill": 1})
 
 
-@behaviour("opens")
+@behaviour("opens", "other_ends")
 async def end_opens_another(play: Play) -> Expected:
     """Goes on after a reply whose end opens another kind of message than the one that follows."""
     thread = play.thread()
