@@ -5,9 +5,8 @@ plain server would write it otherwise, a turn is excluded, with the reason. Whet
 request is sent, from the request, the oracle's own renderings and what the script sampled before; never from the prompt
 that the gateway made.
 
-Two settings of a session change what a plain server is to be compared with, and the oracle follows the specification: of
-text that a setting calls noise the model keeps seeing the first version, and with `vanishing = "keep"` a message that is
-gone from the request stays.
+One setting of a session changes what a plain server is compared with: of text that it calls noise the model keeps seeing
+the first version, as the specification says.
 """
 
 from __future__ import annotations
@@ -45,6 +44,8 @@ class Excluded(StrEnum):
     """A reply was cut short, in its reasoning or in a call, and came back as the part of it that can be read."""
     END_KEPT = "end_kept"
     """A reply ended on another end-of-turn id than the template writes."""
+    VANISHED_KEPT = "vanished_kept"
+    """The session's settings keep a message that is gone from the request."""
     PLAIN_TEXT = "special_text_plain"
     """The session's settings encode the text of special tokens as plain text."""
     REFUSED = "template_refused"
@@ -207,10 +208,7 @@ class Witness:
         return text[shared:]
 
     def _as_kept(self, messages: list[HfMessage]) -> list[HfMessage]:
-        """The messages as the session's settings have the model see them."""
-        if self._shown and self.settings.get("vanishing") == "keep":
-            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-            return [*self._shown, *messages[last:]]
+        """The messages with noise as the model saw it first."""
         before = [*self._shown, *([{}] * len(messages))] if self._noise else []
         return [
             old if old and self._without_noise(old) == self._without_noise(message) else message
@@ -226,10 +224,13 @@ class Witness:
     # Exclusion
 
     def _excluded(self, asked: Asked, text: str) -> Excluded | None:
+        if self._replies and self.settings.get("vanishing") == "keep":
+            return Excluded.VANISHED_KEPT
         if self.plain_text and self._spells_special(asked):
             return Excluded.PLAIN_TEXT
-        reasons = (self._kept(reply, text) for reply in self._own(asked))
-        return next((reason for reason in reasons if reason is not None), None)
+        reasons = {reason for reply in self._own(asked) if (reason := self._kept(reply, text)) is not None}
+        # Other ids alone leave the text to be compared: that is the last excuse to take.
+        return min(reasons, key=lambda reason: (reason is Excluded.IDS_KEPT, reason.value), default=None)
 
     def _own(self, asked: Asked) -> Iterator[_Reply]:
         """The replies that came back in a request."""

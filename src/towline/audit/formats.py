@@ -38,6 +38,8 @@ class Format:
     """The token that ends a reply with calls, where it is another one."""
     think: tuple[str, str] | None = None
     """What stands before and behind the reasoning; `None` for a family without reasoning of its own."""
+    thoughtless: str = ""
+    """What stands in place of reasoning where there is none."""
     calls: bool = False
     parallel: bool = False
     beside: bool = False
@@ -59,7 +61,7 @@ class Format:
         before, behind = self.think
         if opened:
             return f"{reasoning or ''}{behind}{body}"
-        return f"{before}{reasoning}{behind}{body}" if reasoning else body
+        return f"{before}{reasoning}{behind}{body}" if reasoning else f"{self.thoughtless}{body}"
 
     def ending(self, calls: Sequence[FormatCall]) -> str:
         return self.call_end if calls and self.call_end else self.end
@@ -210,6 +212,7 @@ GLM = Format(
     _glm,
     call_end="<|observation|>",
     think=("\n<think>", "</think>"),
+    thoughtless="\n<think></think>",
     calls=True,
     parallel=True,
     beside=True,
