@@ -229,6 +229,8 @@ class Witness:
         if self.plain_text and self._spells_special(asked):
             return Excluded.PLAIN_TEXT
         reasons = {reason for reply in self._own(asked) if (reason := self._kept(reply, text)) is not None}
+        if any(self._written_on(reply, asked) for reply in self._replies):
+            reasons.add(Excluded.IDS_KEPT)
         # Other ids alone leave the text to be compared: that is the last excuse to take.
         return min(reasons, key=lambda reason: (reason is Excluded.IDS_KEPT, reason.value), default=None)
 
@@ -238,6 +240,12 @@ class Witness:
         for reply in self._replies:
             if any(same_reply(reply.message, message) for message in told):
                 yield reply
+
+    def _written_on(self, reply: _Reply, asked: Asked) -> bool:
+        """Whether the harness sent a reply back with more behind it: its ids stay, up to what was added."""
+        said = reply.message["content"].strip()
+        told = [message["content"] for message in asked.messages if message["role"] == "assistant"]
+        return bool(said) and any(content.startswith(said) and content.strip() != said for content in told)
 
     def _rewritten(self, asked: Asked, text: str) -> bool:
         *_, last = [None, *self._own(asked)]
@@ -257,18 +265,17 @@ class Witness:
 
     def _kept(self, reply: _Reply, text: str) -> Excluded | None:
         """Why a reply that came back stays as it was sampled, though a plain server writes other ids for it."""
-        if self._shown_otherwise(reply, text):
-            # A fork: `as_sent` shows what the template shows.
-            return None
         before = reply.request.text
+        canonical = self.oracle.encode(before + reply.body) == reply.request.ids + reply.sampled
+        if self._shown_otherwise(reply, text):
+            # A fork: `as_sent` shows what the template shows, with replies that it shows as they were sampled.
+            return None if canonical or reply.body not in text else Excluded.IDS_KEPT
         shown = text[len(before) :]
         if not shown.startswith(reply.body):
             return Excluded.SPELLING_KEPT if reply.end else Excluded.CUT_KEPT
         if reply.end and not shown[len(reply.body) :].startswith(reply.end) and self.closes:
             return Excluded.END_KEPT
-        if self.oracle.encode(before + reply.body) != reply.request.ids + reply.sampled:
-            return Excluded.IDS_KEPT
-        return None
+        return None if canonical else Excluded.IDS_KEPT
 
     # Comparison
 

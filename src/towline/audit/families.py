@@ -69,7 +69,7 @@ TEMPLATES = {
     "mistral_nemo": formats.MISTRAL,
     "nemotron_3_nano": formats.NEMOTRON_3,
     "nemotron_3_super": formats.NEMOTRON_3,
-    "nemotron_3_ultra": formats.NEMOTRON_3,
+    "nemotron_3_ultra": formats.NEMOTRON_ULTRA,
     "nemotron_nano_v2": formats.NEMOTRON_V2,
     "phi3": formats.PHI,
     "phi3_5": formats.PHI,

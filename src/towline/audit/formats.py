@@ -101,8 +101,12 @@ def _nemotron_3(text: str, calls: Sequence[FormatCall]) -> str:
     return f"{text}{chr(10) if text and calls else ''}" + "".join(f"{_tagged(call)}\n" for call in calls)
 
 
-def _qwen3_coder(text: str, calls: Sequence[FormatCall]) -> str:
-    return text + "".join(f"\n{_tagged(call)}" for call in calls)
+def _nemotron_ultra(text: str, calls: Sequence[FormatCall]) -> str:
+    return f"{text}{chr(10) if calls else ''}" + "".join(f"{_tagged(call)}\n" for call in calls)
+
+
+def _idefics(text: str, calls: Sequence[FormatCall]) -> str:
+    return f" {text}"
 
 
 def _llama3(text: str, calls: Sequence[FormatCall]) -> str:
@@ -182,12 +186,21 @@ PLAIN = Format("plain", "", _plain)
 HERMES = Format("hermes", "<|im_end|>", _hermes, calls=True, parallel=True, beside=True)
 QWEN3 = Format("hermes", "<|im_end|>", _hermes, think=_QWEN_THINK, calls=True, parallel=True, beside=True)
 QWEN3_5 = Format("qwen3_coder", "<|im_end|>", _qwen3_5, think=_QWEN_THINK, calls=True, parallel=True, beside=True)
-QWEN3_CODER = Format("qwen3_coder", "<|im_end|>", _qwen3_coder, calls=True, parallel=True, beside=True)
+QWEN3_CODER = Format("qwen3_coder", "<|im_end|>", _qwen3_5, calls=True, parallel=True, beside=True)
 NEMOTRON_3 = Format(
     "qwen3_coder",
     "<|im_end|>",
     _nemotron_3,
     think=("<think>\n", "\n</think>\n"),
+    calls=True,
+    parallel=True,
+    beside=True,
+)
+NEMOTRON_ULTRA = Format(
+    "qwen3_coder",
+    "<|im_end|>",
+    _nemotron_ultra,
+    think=("<think>\n", "</think>"),
     calls=True,
     parallel=True,
     beside=True,
@@ -225,5 +238,5 @@ COMMAND_R = Format("command_r", "<|END_OF_TURN_TOKEN|>", _plain)
 CHATML = Format("chatml", "<|im_end|>", _plain)
 PHI = Format("phi", "<|end|>", _plain)
 LLAMA3_TEXT = Format("llama3_text", "<|eot_id|>", _plain)
-IDEFICS = Format("idefics", "<end_of_utterance>", _plain)
+IDEFICS = Format("idefics", "<end_of_utterance>", _idefics)
 R1_DISTILL = Format("deepseek_r1_distill", DEEPSEEK.end, _plain, think=("<think>\n", "\n</think>\n\n"))

@@ -126,6 +126,9 @@ def _as_measured(expected: Expected, builder: BuilderName, measured: Measured) -
         yield f"{measured.trained_twice} turns are trained twice"
     if measured.untrained != expected.untrained:
         yield f"{measured.untrained} turns are not trained, expected {expected.untrained}"
+    unended = expected.unended if builder is BuilderName.EXACT else 0
+    if measured.unended != unended:
+        yield f"{measured.unended} turns are trained without their end, expected {unended}"
     if builder is BuilderName.MERGED and expected.plain == "always":
         if not figures.drifted_tokens or figures.max_abs_dlogp <= BOUND:
             yield "the control does not drift"

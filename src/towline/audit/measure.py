@@ -69,6 +69,8 @@ class Measured:
     """Turns with a token that is trained more than once."""
     untrained: int = 0
     """Turns of the log that no row trains, or not whole."""
+    unended: int = 0
+    """Turns of the log that are trained but for their last token."""
 
 
 Log = Mapping[tuple[str, int], Sequence[Call]]
@@ -127,7 +129,8 @@ def _measure(
     for turn in turns.get(session, ()):
         sampled = sum(len(call.sampled) for call in log[session, turn])
         measured.trained_twice += trained.get(turn, 0) > sampled
-        measured.untrained += trained.get(turn, 0) < sampled
+        measured.unended += trained.get(turn, 0) == sampled - 1
+        measured.untrained += trained.get(turn, 0) < sampled - 1
     return measured
 
 

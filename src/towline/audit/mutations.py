@@ -137,12 +137,14 @@ def _lost_role() -> Iterator[None]:
     """Every conversation but the first is a sub-agent's."""
     right = roles.assign
 
-    def lost(graph: Graph, *rest: Any, **options: Any) -> dict[Node, TurnRole]:
+    def lost(graph: Graph, *rest: Any, **options: Any) -> dict[Node, roles.Part]:
         found = right(graph, *rest, **options)
         first = graph.nodes[0].root if graph.nodes else None
         return {
-            node: role if node.root is first or role is TurnRole.DISCARDED else TurnRole.SUBAGENT
-            for node, role in found.items()
+            node: part
+            if node.root is first or part.role is TurnRole.DISCARDED
+            else replace(part, role=TurnRole.SUBAGENT)
+            for node, part in found.items()
         }
 
     with mock.patch.object(roles, "assign", lost):

@@ -51,6 +51,8 @@ class Expected:
     forks: Mapping[str, int] = field(default_factory=dict)
     untrained: int = 0
     """Turns that are in no row: side calls and what was never delivered."""
+    unended: int = 0
+    """Turns that `exact` trains but for their end-of-turn token, which stands in no later prompt."""
     forced_closes: int | None = None
     """`None`: as many as replies without an end were continued."""
     plain: Literal["any", "never", "always"] = "any"

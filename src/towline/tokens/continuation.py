@@ -18,7 +18,7 @@ import numpy as np
 from towline.arrays import Ids
 from towline.conversation import Finish, Message, Request
 from towline.schema import POLICY, ContextPolicy, ForkReason
-from towline.tokens import appending, finding, fingerprint, lineage, media
+from towline.tokens import appending, call_ids, finding, fingerprint, lineage, media
 from towline.tokens.codec import Codec, Frame, Unbridgeable
 from towline.tokens.graph import Graph, Node
 from towline.tokens.plan import (
@@ -149,8 +149,8 @@ class Planner:
         key: str,
         frame: Frame,
     ) -> Plan:
-        messages = request.messages
-        plan.parent, plan.new = found, messages[covered:]
+        messages = call_ids.of_ours(graph, request.messages, found, self.codec, self.engine)
+        plan.parent, plan.new = found, list(messages[covered:])
         if self.noise and finding.noisy(found, messages):
             plan.flags.append(NOISE)
         if vanished and self.vanishing is Vanishing.FORK:
@@ -171,7 +171,10 @@ class Planner:
         elif any(child.delivered or child.finish is None for child in found.children):
             plan.reason, plan.origin = ForkReason.HISTORY_EDITED, found
         try:
-            return made_of(plan, self._extend(PromptIds(), plan, graph, found, found.sampled, covered, messages, frame))
+            made = self._extend(PromptIds(), plan, graph, found, found.sampled, covered, messages, frame)
+            if made.spliced and not self._shown_alike(graph, found, found.tokens(), made.ids, messages, frame):
+                return self._anew(plan, graph, found, messages, frame)
+            return made_of(plan, made)
         except Unbridgeable as problem:
             plan.reason, plan.origin = problem.reason, found
         if plan.reason is ForkReason.STOP_MISMATCH:
@@ -286,9 +289,9 @@ class Planner:
         if node is not None and self._shown_otherwise(graph, node, covered, messages, frame) is None:
             plan.parent, plan.new = node, list(messages[covered:])
             try:
-                return made_of(
-                    plan, self._extend(PromptIds(), plan, graph, node, node.sampled, covered, messages, frame)
-                )
+                made = self._extend(PromptIds(), plan, graph, node, node.sampled, covered, messages, frame)
+                if not made.spliced or self._shown_alike(graph, node, node.tokens(), made.ids, messages, frame):
+                    return made_of(plan, made)
             except Unbridgeable:
                 pass
         return self._compose(plan, graph, origin, messages, frame)
@@ -316,7 +319,8 @@ class Planner:
         except Unbridgeable:
             return None
         suffix = np.concatenate([node.suffix, np.asarray(made.ids[len(head) :], np.int32)])
-        if not self._shown_alike(graph, node, suffix, messages, frame):
+        before = node.parent.tokens() if node.parent is not None else _NONE
+        if not self._shown_alike(graph, node, before, suffix.tolist(), messages, frame):
             return None
         images = tuple(image.moved(len(node.suffix) - len(head)) for image in made.images)
         special = made.special_text
@@ -328,15 +332,26 @@ class Planner:
         plan.shares, plan.kept = node, kept
         return plan
 
-    def _shown_alike(self, graph: Graph, node: Node, suffix: Ids, messages: Sequence[Message], frame: Frame) -> bool:
+    def _shown_alike(
+        self,
+        graph: Graph,
+        near: Node,
+        before: Ids,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        frame: Frame,
+    ) -> bool:
         """Whether the policy allows a prompt of sampled ids: `retain` does, the others if a plain server shows the same."""
         if self.policy is ContextPolicy.RETAIN:
             return True
-        shown = self._thought(messages, self._ours(graph, messages, node))
-        plain = self.codec.prompt(graph.native(shown), frame).ids
-        before = node.parent.tokens().tolist() if node.parent is not None else []
-        decode = self.codec.tokenizer.decode
-        return decode(plain) == decode([*before, *suffix.tolist()])
+        prompt = self.codec.tokenizer.decode([*before.tolist(), *ids])
+        return self._plain_text(graph, near, messages, frame) == prompt
+
+    def _plain_text(self, graph: Graph, near: Node, messages: Sequence[Message], frame: Frame) -> str:
+        """What a plain server would show; a last message of an assistant is one to write on."""
+        shown = self._thought(messages, self._ours(graph, messages, near))
+        prefill = messages[-1].role == "assistant" and not messages[-1].tool_calls
+        return self.codec.tokenizer.decode(self.codec.prompt(graph.native(shown), frame, prefill=prefill).ids)
 
     # What a plain server would show
 
@@ -351,6 +366,11 @@ class Planner:
             return ForkReason.REASONING_DROPPED
         if covered < len(messages) and self._rewrites(graph, ours, covered, messages, frame):
             return ForkReason.TEMPLATE_REWRITE
+        if covered == len(messages) or any(node.prefill is not None for _, node in ours):
+            # A message that is being written is opened in its own way: the prompt stands only if that is still shown.
+            opened = self.codec.tokenizer.decode(found.prompt().tolist())
+            if not self._plain_text(graph, found, messages, frame).startswith(opened):
+                return ForkReason.TEMPLATE_REWRITE
         return None
 
     def _rewrites(
@@ -386,6 +406,7 @@ class Planner:
 
     def _compose(self, plan: Plan, graph: Graph, near: Node | None, messages: Sequence[Message], frame: Frame) -> Plan:
         """A prompt from its beginning, with unchanged replies of ours as they were sampled."""
+        messages = call_ids.of_ours(graph, messages, near, self.codec, self.engine)
         plan.parent, plan.new = None, list(messages)
         splice, node = self._next_own(graph, near, 0, messages) if near is not None else (0, None)
         if near is None or node is None or self._rewritten(graph, near, messages, frame):
@@ -396,9 +417,12 @@ class Planner:
             return self._anew(plan, graph, near, messages, frame)
         made.splice(node)
         try:
-            return made_of(plan, self._extend(made, plan, graph, near, node.sampled, splice + 1, messages, frame))
+            made = self._extend(made, plan, graph, near, node.sampled, splice + 1, messages, frame)
         except Unbridgeable:
             return self._anew(plan, graph, near, messages, frame)
+        if not self._shown_alike(graph, near, _NONE, made.ids, messages, frame):
+            return self._anew(plan, graph, near, messages, frame)
+        return _made(plan, made)
 
     def _rewritten(self, graph: Graph, near: Node, messages: Sequence[Message], frame: Frame) -> bool:
         """Whether the policy wants what the template shows of our replies, and that is not what was sampled."""

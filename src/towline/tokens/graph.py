@@ -298,6 +298,11 @@ class Graph:
             after = fingerprint.roll(node.reply_base or node.request_hash, stopped)
             self.after_reply.setdefault(after, []).append(node)
 
+    @property
+    def native_ids(self) -> bool:
+        """Whether the model writes call ids of its own."""
+        return bool(self._native)
+
     def native(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages with the call ids that the model itself sampled, where it did: those are part of its text."""
         return [self._with_native_ids(message) for message in messages] if self._native else messages

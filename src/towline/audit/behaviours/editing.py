@@ -36,7 +36,7 @@ async def line_appended(play: Play) -> Expected:
         await thread.finish(reasoning=False)
         thread.user(f"Output:\n{content.output(play.random)}")
     await thread.finish(reasoning=False)
-    return Expected(chains=4, forks={"history_edited": 3}, roles={"main": 4})
+    return Expected(chains=4, forks={"history_edited": 3}, roles={"main": 4}, unended=3)
 
 
 @behaviour("tools", "parallel", dialects=("chat", "messages", "google"))
