@@ -65,7 +65,9 @@ class Played:
     unclosed: int = 0
     found: dict[BuilderName, Found] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    """What went wrong while it was played."""
+    """What was wrong while it was played."""
+    broken: bool = False
+    """It was not played to its end."""
     oracle: Tally | None = None
     """The comparison of its prompts with the oracle, where there was one."""
 
@@ -87,7 +89,7 @@ class Played:
 def violations(played: Played, measured: Mapping[BuilderName, Measured]) -> Iterator[str]:
     """Everything that is not as it should be, for the builders that this conversation was built with."""
     yield from played.problems
-    if played.problems:
+    if played.broken:
         return
     for builder, found in played.found.items():
         figures = measured.get(builder)

@@ -25,7 +25,7 @@ import aiohttp
 import torch
 
 from towline.audit import evidence, models, mutations
-from towline.audit.behaviours import Capture, behaviours
+from towline.audit.behaviours import CAPTURES, Capture, behaviours
 from towline.audit.casting import Part, cast, skipped
 from towline.audit.comparison import Witness
 from towline.audit.engine import Call, ScoringCapable, ScoringEngine, Weights
@@ -81,6 +81,8 @@ class AuditOptions:
     """Conversations at a time."""
     shape: Callable[[int], DecoderConfig] = models.config
     """The model for a vocabulary of some size."""
+    captures: Sequence[Capture] = CAPTURES
+    """Only these plays of each conversation."""
     mutations: bool = False
     """Also check that the audit fails with each of the known faults in the code under test."""
     engine: Callable[[Path], Awaitable[ScoringCapable]] | None = None
@@ -138,6 +140,7 @@ async def _mutated(options: AuditOptions, tell: Progress) -> dict[str, bool]:
             targets=targets,
             behaviours=names,
             dialects=("chat",),
+            captures=("exact", "as_sent"),
         )
         report = await _audit(chosen, lambda done, total, label: None)
         return {line for part in report.by_behaviour.values() for line in part.violations}
@@ -160,7 +163,7 @@ async def _audit(options: AuditOptions, tell: Progress) -> AuditReport:
     targets = await asyncio.to_thread(find, options.targets, tokenizer=options.tokenizer, template=options.template)
     parts = cast(chosen, targets, options.conversations, dialects)
     results = _Results()
-    total = sum(len(part.behaviour.captures) for part in parts)
+    total = sum(len(_captures(options, part)) for part in parts)
     with tempfile.TemporaryDirectory(prefix="towline-audit-") as scratch:
         ordered = sorted(parts, key=lambda part: part.target.vocabulary)
         for vocabulary, group in groupby(ordered, key=lambda part: part.target.vocabulary):
@@ -172,6 +175,10 @@ async def _audit(options: AuditOptions, tell: Progress) -> AuditReport:
     report = await asyncio.to_thread(_report, options, results, targets, sum(rows.values()), tell)
     report.skipped = skipped(chosen, targets, dialects)
     return report
+
+
+def _captures(options: AuditOptions, part: Part) -> list[Capture]:
+    return [capture for capture in part.behaviour.captures if capture in options.captures]
 
 
 def _tell_played(tell: Progress, results: _Results, total: int, label: str) -> None:
@@ -224,7 +231,7 @@ class _Company:
                     done()
 
             parts = [part for part in self.parts if part.behaviour.updates is updates]
-            await asyncio.gather(*(one(part, capture) for part in parts for capture in part.behaviour.captures))
+            await asyncio.gather(*(one(part, capture) for part in parts for capture in _captures(self.options, part)))
 
     async def _play(self, part: Part, capture: Capture) -> None:
         stage, behaviour = self.stages[part.target.name], part.behaviour
@@ -280,6 +287,7 @@ class _Company:
                 self._keep(part, stage, played, _per_turn(session, part.target))
         except Exception as error:
             # A defect anywhere behind the gateway is a finding about this conversation, not the end of the audit.
+            played.broken = True
             played.problems.append(f"{capture}: {type(error).__name__}: {error}")
 
     def _witness(self, part: Part, session: Session, settings: Mapping[str, Any]) -> Witness:

@@ -22,7 +22,7 @@ from towline.audit.abilities import Abilities, probe
 from towline.audit.families import FAMILIES, TEMPLATES, Family, recognised
 from towline.audit.formats import PLAIN as PLAIN_TEXT
 from towline.audit.formats import Format
-from towline.audit.oracle import Oracle, special_tokens
+from towline.audit.oracle import Oracle, Refusal, special_tokens
 from towline.errors import ConfigError
 from towline.tokens.codec import SpecialText
 from towline.tokens.jinja import ChatTemplate
@@ -40,6 +40,8 @@ _SPECIAL = re.compile(
     r"|<(?:start|end)_of_(?:turn|utterance|image)>|\[/?[A-Z_]{3,20}\]|<SPECIAL_\d+>"
 )
 """Text in a template that is a token of its own in the template's own tokenizer."""
+_MARK = "AUDITANSWER"
+_NO_EOS = "<|endoftext|>"
 
 
 @dataclass(slots=True)
@@ -144,16 +146,21 @@ def _borrowed(templates: dict[str, tuple[Path, Format]]) -> Iterable[Target]:
     backend.add_special_tokens(sorted(special | ends | {"<s>"}))
     for name, source in sources.items():
         format = templates[name][1]
-        tokens = {"bos_token": "<s>", "eos_token": format.end or _last_special(source)}
+        tokens = {"bos_token": "<s>", "eos_token": format.end or _end_of_turn(backend, source)}
         codec = make_codec(Tokenizer(backend, tokens, name), ChatTemplate(source, tokens=tokens))
         oracle = Oracle(backend, {"default": source}, tokens)
         yield _target(name, f"{BASE}-extended", codec, oracle, format, primary=name.startswith("user+"))
 
 
-def _last_special(source: str) -> str:
-    """The end of a turn in a template of no known family: the special token that it names last."""
-    found = _SPECIAL.findall(source)
-    return found[-1] if found else "<|endoftext|>"
+def _end_of_turn(backend: tokenizers.Tokenizer, source: str) -> str:
+    """The end of a turn in a template of no known family: the special token that it writes behind an answer."""
+    oracle = Oracle(backend, {"default": source}, {"bos_token": "<s>", "eos_token": _NO_EOS})
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
+    try:
+        found = _SPECIAL.findall(oracle.render(messages, generation=False).partition(_MARK)[2])
+    except Refusal:
+        found = []
+    return str(found[0]) if found else _NO_EOS
 
 
 def _target(

@@ -8,9 +8,10 @@ it by itself.
 """
 
 from towline.audit.behaviours import agents, continuing, editing, forking, prompting, serving, telling
-from towline.audit.behaviours.registry import Behaviour, Capture, behaviours
+from towline.audit.behaviours.registry import CAPTURES, Behaviour, Capture, behaviours
 
 __all__ = [
+    "CAPTURES",
     "Behaviour",
     "Capture",
     "agents",
