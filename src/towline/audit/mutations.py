@@ -21,10 +21,11 @@ from towline.schema import TurnRole, sampling
 from towline.schema.sampling import TurnSampling
 from towline.tokens import builders, roles
 from towline.tokens.codec import Encoded
-from towline.tokens.continuation import Plan, Planner
+from towline.tokens.continuation import Planner
 from towline.tokens.family import FamilyCodec
 from towline.tokens.graph import Graph, Node
 from towline.tokens.jinja import ChatTemplate
+from towline.tokens.plan import Plan
 from towline.tokens.template import SentinelCodec
 
 _ENOUGH = 4

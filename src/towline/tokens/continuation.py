@@ -39,6 +39,8 @@ from towline.tokens.plan import (
     untold,
 )
 
+_NONE: Ids = np.empty(0, np.int32)
+
 
 class Planner:
     """Plans the requests of one session to one engine."""
@@ -422,7 +424,7 @@ class Planner:
             return self._anew(plan, graph, near, messages, frame)
         if not self._shown_alike(graph, near, _NONE, made.ids, messages, frame):
             return self._anew(plan, graph, near, messages, frame)
-        return _made(plan, made)
+        return made_of(plan, made)
 
     def _rewritten(self, graph: Graph, near: Node, messages: Sequence[Message], frame: Frame) -> bool:
         """Whether the policy wants what the template shows of our replies, and that is not what was sampled."""
