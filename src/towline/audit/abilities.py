@@ -118,9 +118,12 @@ class _Probe:
         """Whether the next prompt of a plain server starts with the ids before."""
         calls = [FormatCall(c["name"], c["arguments"], c["id"]) for c in reply.get("tool_calls", ())]
         oracle, format = self.oracle, self.format
+        system: HfMessage = {"role": "system", "content": "Be brief."}
+        # Mistral's template shows the system prompt with the last user message.
+        asked = [system, self.user] if oracle.shows([system, self.user], "Be brief.") else [self.user]
         try:
-            prompt = oracle.render([self.user], tools)
-            after = oracle.encode(oracle.render([self.user, reply, *new], tools))
+            prompt = oracle.render(asked, tools)
+            after = oracle.encode(oracle.render([*asked, reply, *new], tools))
         except Refusal:
             return False
         opened = prompt.rstrip().endswith("<think>")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from towline.audit import content
-from towline.audit.behaviours.registry import behaviour
+from towline.audit.behaviours.registry import SAMPLED, behaviour
 from towline.audit.play import Expected, Play
 from towline.audit.script import Line
 from towline.audit.tongues import REASONING, Wired
@@ -45,7 +45,7 @@ async def canonical(play: Play) -> Expected:
     return Expected(plain="never")
 
 
-@behaviour(free=True, split=1.0)
+@behaviour(free=True, split=1.0, captures=SAMPLED)
 async def other_tokens(play: Play) -> Expected:
     """Sends back text whose sampled tokens are not those that an encoder would choose."""
     thread = play.thread()
@@ -252,7 +252,7 @@ async def special_text(play: Play) -> Expected:
     return await _read_special_text(play)
 
 
-@behaviour("plain_special_text", free=True)
+@behaviour("plain_special_text", free=True, captures=SAMPLED)
 async def special_text_plain(play: Play) -> Expected:
     """Reads such a file where it stays plain text."""
     return await _read_special_text(play)
@@ -296,7 +296,7 @@ async def unsampled_replies(play: Play) -> Expected:
     return Expected()
 
 
-@behaviour(free=True)
+@behaviour(free=True, captures=SAMPLED)
 async def sampled_freely(play: Play) -> Expected:
     """Talks to the model as it is, without a script."""
     thread = play.thread()
@@ -338,7 +338,7 @@ async def reminder_moves(play: Play) -> Expected:
     return Expected()
 
 
-@behaviour("notes", settings={"vanishing": "keep"}, free=True)
+@behaviour("notes", settings={"vanishing": "keep"}, free=True, captures=SAMPLED)
 async def vanishing_kept(play: Play) -> Expected:
     """Ends every prompt with a note that is gone from the next; the session keeps it."""
     thread = play.thread(shape=lambda history: [*history, _note(play)])

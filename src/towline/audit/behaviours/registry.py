@@ -12,6 +12,8 @@ from towline.audit.tongues import DIALECTS
 Capture = Literal["exact", "plain", "as_sent"]
 """How a conversation is played: see `runner`."""
 CAPTURES: tuple[Capture, ...] = ("exact", "plain", "as_sent")
+SAMPLED: tuple[Capture, ...] = ("exact", "plain")
+"""For behaviours whose prompts a plain server never shows: their point is what the gateway keeps."""
 Act = Callable[[Play], Awaitable[Expected]]
 
 
