@@ -34,8 +34,8 @@ async def test_two_subagents_are_roots_of_their_own(tmp_path: Path, name: str) -
         if turn.role is TurnRole.SUBAGENT:
             root = trajectory.path(turn.id)[0]
             helpers.setdefault(root.id, []).append(turn)
-            assert root.reason in (ForkReason.SYSTEM_CHANGED, ForkReason.TOOLS_CHANGED, ForkReason.UNMATCHED)
-            assert root.origin is not None
+            assert root.reason in (ForkReason.SYSTEM_CHANGED, ForkReason.TOOLS_CHANGED, ForkReason.SUBAGENT)
+            assert root.origin == main[0].id, "both come from the turn that called them"
     assert sorted(len(turns) for turns in helpers.values()) == [2, 2]
     for turns in helpers.values():
         (call,) = turns[0].reply["tool_calls"]
