@@ -11,6 +11,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 PYTEST_ARGS ?=
 ARGS ?=
+# Tests run in parallel; the tests of one file stay together, since they share what is slow to make. A worker that dies is
+# not replaced: pytest-xdist would wait for its tests forever. PARALLEL=-n0 runs them one by one.
+PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --max-worker-restart=0
 RUFF_PATHS := $(wildcard src tests bench examples)
 
 .PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults vllm test-engines test-training test-trainers lint format bench audit lock clean
@@ -54,15 +57,15 @@ harnesses: setup ## Install every agent program that Towline has a preset for (4
 	$(BIN)/towline harness install all
 
 test: assets node test-system pi ## Run all tests but those of the larger harnesses (PYTEST_ARGS="-k name" for some)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-harnesses: assets system harnesses ## Run the real Codex, Claude Code, Qwen Code, Gemini CLI, OpenCode, OpenClaw, Hermes, …
-	$(BIN)/python -m pytest tests/e2e/harnesses $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/e2e/harnesses $(PARALLEL) $(PYTEST_ARGS)
 
 test-crashes: setup test-system ## Kill a server with real sandboxes at every named point and at random, on both databases
 	$(BIN)/python -m pytest tests/server/test_server_crash.py --all-crashes --timeout 3000 -n0 $(PYTEST_ARGS)
 
-# Mostly waiting: more processes than cores.
+# Mostly waiting: more workers than cores.
 test-faults: setup system ## Fail the engine in ten ways under serve, eval and train: nothing that failed is scored
 	$(BIN)/python -m pytest tests/faults -n 4 --max-worker-restart=0 $(PYTEST_ARGS)
 

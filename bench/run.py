@@ -1,7 +1,7 @@
-"""Run the benchmarks and print what they found: `python bench/run.py [NAME …] [--json]`.
+"""Run the benchmarks and print their results: `python bench/run.py [NAME …] [--json]`.
 
-With `--json` one object goes to standard output, a result for each benchmark by its name; progress goes to standard error.
-The exit status is 1 if a stated bound does not hold.
+With `--json`, standard output is one object with a result per benchmark; progress goes to standard error. The exit status is
+1 if a stated bound does not hold.
 """
 
 from __future__ import annotations
@@ -15,35 +15,37 @@ from typing import Any
 
 from rich.console import Console
 
-from towline.benchmarks import continuing, load, overlap, pacing, queue, sandboxes
+from towline.benchmarks import continuation, load, overlap, pacing, queue, sandboxes
 
 
 @dataclass(frozen=True)
 class Benchmark:
     run: Callable[..., dict[str, Any]]
-    """Takes `target`, a tokenizer's name, and `progress`."""
+    """Called with `target`, the name of a tokenizer, and `progress`."""
     render: Callable[[Mapping[str, Any], Console], None]
 
 
 BENCHMARKS = {
-    "continue": Benchmark(continuing.run, continuing.render),
+    "continue": Benchmark(continuation.run, continuation.render),
     "load": Benchmark(load.run, load.render),
     "sandboxes": Benchmark(sandboxes.run, sandboxes.render),
     "overlap": Benchmark(overlap.run, overlap.render),
     "pacing": Benchmark(lambda target, progress: pacing.run(), pacing.render),
-    "queue": Benchmark(lambda target, progress: queue.run(report=progress), queue.render),
+    "queue": Benchmark(lambda target, progress: queue.run(progress=progress), queue.render),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python bench/run.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which (default: all): {', '.join(BENCHMARKS)}")
-    parser.add_argument("--target", default="qwen3", help="the tokenizer and template to measure with (default: qwen3)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"benchmarks to run (default: all): {', '.join(BENCHMARKS)}"
+    )
+    parser.add_argument("--target", default="qwen3", help="tokenizer and template to measure with (default: qwen3)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(BENCHMARKS)
     if unknown:
-        parser.error(f"unknown benchmark {sorted(unknown)[0]!r}")
+        parser.error(f"unknown benchmark {sorted(unknown)[0]!r}; available: {', '.join(BENCHMARKS)}")
     results = {}
     errors = Console(stderr=True)
     for name in options.names or BENCHMARKS:

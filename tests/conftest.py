@@ -14,6 +14,9 @@ import pytest
 
 from towline import assets as towline_assets
 
+# Before the first of them is imported: their assertions explain themselves as those of tests do.
+pytest.register_assert_rewrite("support")
+
 # Before torch and tokenizers are imported anywhere, and inherited by every process that a test starts: runs are
 # repeatable, and several can share a machine.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")

@@ -1,4 +1,4 @@
-"""AReaL's trainer over Towline's sessions."""
+"""AReaL's trainer over Towline sessions."""
 
 import sys
 

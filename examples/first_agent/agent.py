@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""A small agent in plain standard-library Python. It knows OpenAI's chat completions and nothing of Towline.
+"""A small agent in plain standard-library Python. It knows OpenAI's chat completions, but not Towline.
 
-It goes through a few questions about a registry of items in one conversation. For each question it lets the model call
-tools, runs them, sends the results back, and takes the model's text as the answer.
+It asks a few questions about a registry of items in one conversation. For each question it lets the model call tools, runs
+them, sends the results back, and takes the model's text as the answer.
 
     OPENAI_BASE_URL=http://127.0.0.1:8500/v1 OPENAI_API_KEY=… python agent.py --questions 4
 """
@@ -20,12 +20,12 @@ PROPERTIES = {
     "owner": ["ada", "ben", "cleo", "dan"],
 }
 ITEMS = ["lamp", "book", "coin"]
-MOST_CALLS = 3
-"""Model calls that a question may take."""
+MAX_CALLS = 3
+"""Model calls per question."""
 
 
 class Refused(Exception):
-    """The model did not answer, and asking again would not help."""
+    """The model did not answer, and a retry would not help."""
 
 
 class Model:
@@ -49,35 +49,35 @@ class Model:
         except (OSError, http.client.HTTPException) as error:
             raise Refused(f"no answer from the model: {error!r}") from error
         if response.status != 200:
-            raise Refused(f"the model refused with {response.status}: {data[:300]}")
+            raise Refused(f"the model answered with status {response.status}: {data[:300]}")
         return json.loads(data)["choices"][0]["message"]
 
 
-def invented(seed, count):
-    """A registry and questions about it, made up."""
-    import random  # Not needed, and so not loaded, when a registry is given.
+def random_registry(seed, count):
+    """A random registry with questions about it."""
+    import random  # Imported here to start faster when a registry is given.
 
-    chance = random.Random(seed)
-    records = {item: {name: chance.choice(values) for name, values in PROPERTIES.items()} for item in ITEMS}
+    generator = random.Random(seed)
+    records = {item: {name: generator.choice(values) for name, values in PROPERTIES.items()} for item in ITEMS}
     questions = []
     for _ in range(count):
-        item, name = chance.choice(ITEMS), chance.choice(list(PROPERTIES))
+        item, name = generator.choice(ITEMS), generator.choice(list(PROPERTIES))
         truth = records[item][name]
-        offered = [truth, chance.choice([value for value in PROPERTIES[name] if value != truth])]
-        chance.shuffle(offered)
+        offered = [truth, generator.choice([value for value in PROPERTIES[name] if value != truth])]
+        generator.shuffle(offered)
         questions.append({"text": f"{name} of {item}: {offered[0]} or {offered[1]}?", "answer": truth})
     return records, questions
 
 
 def declared(records):
-    """One tool for each property."""
+    """One tool per property."""
     schema = {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]}
     names = next(iter(records.values()))
     return [{"type": "function", "function": {"name": name, "parameters": schema}} for name in names]
 
 
 def run_tool(call, records):
-    """What the called tool returns, whatever the model made of the call."""
+    """The result of a call, however malformed."""
     try:
         item = json.loads(call["function"]["arguments"])["item"]
         return records[item][call["function"]["name"]]
@@ -86,13 +86,13 @@ def run_tool(call, records):
 
 
 def without_reasoning(message):
-    """The message as many agents send it back: what the model said, without what it thought."""
+    """The message without its reasoning, as many agents send it back."""
     return {name: value for name, value in message.items() if name != "reasoning_content"}
 
 
 def ask(model, messages, records, drops_reasoning=False):
-    """Let the model call tools until it answers in text; its answer, or an empty one if it never stops calling."""
-    for _ in range(MOST_CALLS):
+    """Let the model call tools until it answers in text; returns an empty answer if it never does."""
+    for _ in range(MAX_CALLS):
         message = model.reply(messages, declared(records))
         messages.append(without_reasoning(message) if drops_reasoning else message)
         calls = message.get("tool_calls") or []
@@ -107,8 +107,8 @@ def ask(model, messages, records, drops_reasoning=False):
 
 def main():
     parser = argparse.ArgumentParser(description="An agent that answers questions by calling tools.")
-    parser.add_argument("--questions", type=int, default=4, help="how many, unless a registry says which")
-    parser.add_argument("--seed", type=int, default=0, help="of the made-up registry")
+    parser.add_argument("--questions", type=int, default=4, help="number of questions without --registry (default: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random registry (default: 0)")
     parser.add_argument(
         "--registry", help='JSON file: {"records": {item: {property: value}}, "questions": [{"text", "answer"}]}'
     )
@@ -122,7 +122,7 @@ def main():
             given = json.load(file)
         records, questions = given["records"], given["questions"]
     else:
-        records, questions = invented(options.seed, options.questions)
+        records, questions = random_registry(options.seed, options.questions)
     model = Model(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], os.environ.get("MODEL", "tiny"))
     messages = [{"role": "system", "content": f"Registry of {', '.join(records)}."}]
     right = 0

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""An agent that somebody wrote last night: OpenAI chat completions, one tool, nothing but the standard library.
+"""An agent written in an evening: OpenAI chat completions, one tool, only the standard library.
 
 OPENAI_BASE_URL=… OPENAI_API_KEY=… python3 agent.py "Count the lines of *.txt into count.out"
 """
@@ -10,11 +10,11 @@ import subprocess
 import sys
 import urllib.request
 
-MOST_TURNS = 30
+MAX_TURNS = 30
 SYSTEM = f"You work in the folder {os.getcwd()}. Use the tool bash until the task is done, then say so in one sentence."
 BASH = {
     "name": "bash",
-    "description": "Runs a command and gives its output and exit status.",
+    "description": "Runs a command and returns its output and exit status.",
     "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
 }
 
@@ -33,7 +33,7 @@ def ask(messages):
 
 
 def bash(arguments):
-    """What the model sees of a command; its mistakes too are something to answer to."""
+    """The output of a command; mistakes of the model are reported back to it."""
     try:
         command = json.loads(arguments)["command"]
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, errors="replace", timeout=120)
@@ -44,7 +44,7 @@ def bash(arguments):
 
 def main():
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": sys.argv[1]}]
-    for _ in range(MOST_TURNS):
+    for _ in range(MAX_TURNS):
         message = ask(messages)
         messages.append(message)
         calls = message.get("tool_calls") or []
@@ -54,7 +54,7 @@ def main():
         for call in calls:
             result = bash(call["function"]["arguments"])
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
-    sys.exit(f"not done after {MOST_TURNS} turns")
+    sys.exit(f"not done after {MAX_TURNS} turns")
 
 
 if __name__ == "__main__":

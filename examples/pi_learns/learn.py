@@ -2,8 +2,8 @@
 
     python examples/pi_learns/learn.py
 
-It listens to Pi once for its prompt, makes a tiny model that can read it, starts a rollout service and trains by
-asynchronous GRPO on Pi's sessions. Killed and started again with the same `--out` it goes on from its checkpoint.
+It records Pi's prompt once, creates a tiny model for it, starts a rollout service and trains by asynchronous GRPO on Pi's
+sessions. Restarted with the same `--out`, it resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ from typing import Any
 import torch
 from notes import training_task
 from pi_model import CHANCE, STEPS, create
-from pi_prompt import hear
+from pi_prompt import record_prompt
 
 from towline.client import Client
-from towline.trainers.grpo import Grpo, GrpoSettings, Step
-from towline.trainers.learner import Learner, LearnerSettings
-from towline.trainers.loss import LossSettings
-from towline.trainers.metrics import Metrics, read
-from towline.trainers.run import Run
+from towline.trainers.grpo.learner import Learner, LearnerSettings
+from towline.trainers.grpo.loop import Grpo, GrpoSettings, TrainingStep
+from towline.trainers.grpo.loss import LossSettings
+from towline.trainers.grpo.metrics import MetricsLog, read_metrics
+from towline.trainers.grpo.run import TrainingRun
 from towline.trainers.service import own_service
 
 ENDS = 5
-"""How many updates at the beginning and at the end are compared."""
+"""Number of updates at the start and at the end that are compared."""
 
 
 def main() -> None:
     given = _arguments()
     out: Path = given.out
     out.mkdir(parents=True, exist_ok=True)
-    # One thread for the learner: the other core is Pi's.
+    # One thread for the learner; the other core runs Pi.
     torch.set_num_threads(1)
     began = time.perf_counter()
-    print("listening to Pi …", flush=True)
-    prompt = hear()
+    print("recording Pi's prompt …", flush=True)
+    prompt = record_prompt()
     model = create(out / "model", prompt, seed=given.seed, steps=given.warm_up, progress=_progress)
-    print(f"the model is there after {time.perf_counter() - began:.0f} s; chance is {CHANCE:.0%}", flush=True)
+    print(f"model ready after {time.perf_counter() - began:.0f} s; chance level is {CHANCE:.0%}", flush=True)
     train(model, out, given)
     print(json.dumps(conclude(out, time.perf_counter() - began), indent=2))
 
 
 def train(model: Path, out: Path, given: argparse.Namespace) -> None:
-    """All updates that are left to do."""
+    """Run all remaining updates."""
     learner = Learner(
         model,
-        # The evaluator scores the call and the answer by themselves: the outcome is both, and would only blur them.
+        # The evaluator scores call and answer separately; the outcome combines both and would only blur the signal.
         LearnerSettings(rate=given.rate, outcome_weight=0.0, loss=LossSettings(entropy=given.entropy)),
         seed=given.seed,
     )
     settings = GrpoSettings(
         run=out.resolve().name, steps=given.steps, groups=given.groups, permute=given.control, seed=given.seed
     )
-    metrics = Metrics(out)
+    metrics = MetricsLog(out)
     with own_service(model, out, ["--concurrency", str(given.concurrency)]) as url, Client(url) as client:
         tasks = lambda number: training_task(number, samples=given.samples, seed=given.seed)  # noqa: E731
-        Run(Grpo(client, learner, tasks, out, settings), metrics, given.rate, stepped=_told).run()
+        TrainingRun(Grpo(client, learner, tasks, out, settings), metrics, given.rate, on_step=_print_step).run()
     metrics.close()
 
 
-def _told(step: Step) -> None:
+def _print_step(step: TrainingStep) -> None:
     update = step.update
     seconds = step.waited + step.learned + step.pushed
     print(f"update {update.version:3}  success {update.mean_reward:6.1%}  {seconds:4.0f} s  {step.line()}", flush=True)
@@ -76,8 +76,8 @@ def _progress(done: int, total: int, what: str) -> None:
 
 
 def conclude(out: Path, seconds: float) -> dict[str, Any]:
-    """What it comes to, in `summary.json` and as a picture."""
-    steps = [line for line in read(out) if "mean_reward" in line]
+    """Write `summary.json` and the curve, and return the summary."""
+    steps = [line for line in read_metrics(out) if "mean_reward" in line]
     success = [line["mean_reward"] for line in steps]
     first, last = (sum(part) / len(part) for part in (success[:ENDS], success[-ENDS:]))
     found = {

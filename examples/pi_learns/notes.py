@@ -1,12 +1,12 @@
-"""The task: three notes lie in a folder, and one of them is asked about.
+"""The task: a question about one of three notes in a folder.
 
     user       There are notes/lamp, notes/book and notes/ring. Does notes/book say "red" or "blue"?
     assistant  a call of Pi's `read` with {"path": "notes/book"}, or of its `bash` with {"command": "cat notes/book"}
     tool       blue
     assistant  blue
 
-It is right only if the first reply is one call that shows the note that was asked about, and the next is the word that Pi
-then really read in its sandbox: a word that was guessed does not count.
+It is answered correctly only if the first reply is one call that shows the right note, and the next is the word that Pi then
+read in its sandbox: a guessed word does not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """The notes with the word in each, the one that is asked about, and the two words that are offered."""
+    """The notes with the word in each, the note in question, and the two words offered."""
 
     notes: Mapping[str, str]
     asked: str
@@ -46,12 +46,12 @@ class Instance:
 
 
 def path(name: str) -> str:
-    """Where a note lies, as seen from the folder that Pi works in."""
+    """A note's path relative to Pi's working directory."""
     return f"notes/{name}"
 
 
 def draw(random: Random) -> Instance:
-    """A random instance: there are so many that a run meets hardly any twice."""
+    """A random instance. There are so many that a run hardly repeats any."""
     names = random.sample(NAMES, SHOWN)
     notes = {name: random.choice(WORDS) for name in names}
     asked = random.choice(names)
@@ -61,7 +61,7 @@ def draw(random: Random) -> Instance:
 
 
 def task_of(instance: Instance, *, samples: int, task_id: str = "notes") -> Task:
-    """One instance, `samples` times, each in a sandbox of its own with Pi in it."""
+    """The task of one instance, with `samples` sessions of Pi."""
     files = [{"target": f"/work/{path(name)}", "text": word} for name, word in instance.notes.items()]
     return Task.model_validate(
         {
@@ -89,9 +89,9 @@ def training_task(number: int, *, samples: int, seed: int = 0) -> Task:
 
 
 def reward(trajectory: Trajectory, notes: dict[str, str], asked: str) -> dict[str, Any]:
-    """1 if the note that was asked about was looked at and the answer is the word that came back, else 0.
+    """1 if the right note was read and the answer is its word, else 0.
 
-    The two turns are also scored by themselves: the first for its call, the second for repeating what Pi read, if it read
+    The two turns also get rewards of their own: the first for its call, the second for repeating what Pi read, if it read
     anything.
     """
     turns = sorted(trajectory.turns, key=lambda turn: turn.index)
@@ -125,6 +125,6 @@ def _shown(call: Mapping[str, Any]) -> str | None:
 
 
 def _read(messages: list[Any]) -> str:
-    """What Pi's tool returned."""
+    """The result of Pi's tool."""
     results = [message for message in messages if message["role"] == "tool"]
     return str(results[0].get("text", "")).strip() if len(results) == 1 else ""

@@ -1,12 +1,11 @@
-"""A tiny model that can read Pi's prompt: a tokenizer of Pi's own words, and a *format warm-up* in Pi's own context.
+"""A tiny model for Pi's prompt: a tokenizer of Pi's own words, and a *format warm-up* in Pi's own context.
 
-After it the model knows how calls of Pi's four tools look, and answers, and nothing about which of them are right: whoever
-speaks in the warm-up takes any tool, any of the notes that are mentioned and any of the words that are mentioned. The
-question's own note weighs more than the others, as a mention in a question does. Being right is left to reinforcement
-learning; `CHANCE` is how often it happens by itself.
+After the warm-up the model knows the form of calls of Pi's four tools and of answers, but not which of them are right: the
+assistant in the warm-up picks any tool, any mentioned note and any mentioned word. The note in the question has a larger
+weight than the others. Getting answers right is left to reinforcement learning; `CHANCE` is the success rate before it.
 
-All conversations begin with the same 900 tokens, Pi's. A step of the warm-up computes them once for all of its rows, and
-most steps leave them out: repeating a word is learned many times faster from short rows.
+All conversations begin with the same 900 tokens of Pi's prompt. A warm-up step computes them once for all of its rows, and
+most steps leave them out: the model learns to repeat a word many times faster from short rows.
 """
 
 from __future__ import annotations
@@ -29,27 +28,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from towline.conversation import Message, ToolCall
-from towline.engines.embedded import Decoder, DecoderConfig, save
-from towline.engines.embedded import create as create_decoder
+from towline.demo.tokenizer import MARKUP, SPECIAL, template
+from towline.demo.warmup import WarmupRow
+from towline.engines.embedded import Decoder, DecoderConfig, create_decoder, save_decoder
 from towline.engines.embedded.model import rope_angles, rotate
 from towline.errors import ConfigError
-from towline.tiny.tokenizer import MARKUP, SPECIAL, template
-from towline.tiny.warmup import Row
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
 
 VOCABULARY = 1280
 STEPS = 500
 WHOLE = 4
-"""One step of so many has rows as they are, and so have all of the last tenth; the others leave out Pi's prompt."""
+"""One step in this many uses whole rows, and so do all of the last tenth; the others leave out Pi's prompt."""
 KEPT = 8
-"""Tokens that are then left of what the rows have in common."""
+"""Tokens of the common prefix that are then kept."""
 ROWS = 16
 RATE = 3e-3
 RISE = 10
-"""Steps until the learning rate is reached; then it falls along a cosine to a twentieth."""
+"""Steps of linear learning-rate warm-up, before a cosine decay to a twentieth."""
 EMPHASIS = 2
-"""How many mentions the question's own counts for."""
+"""Weight of the question's own note, in mentions."""
 TOOLS = ("read", "bash", "edit", "write")
 CHANCE = 2 / len(TOOLS) * (1 + EMPHASIS) / (SHOWN + EMPHASIS) * 2 / 3
 """Two tools of four show a note; the right note is mentioned thrice among five; the right word twice among three."""
@@ -60,19 +58,19 @@ The words of the task stand after a quote or a slash wherever they are, in the q
 and copying it is no more than repeating an id."""
 
 Progress = Callable[[int, int, str], None]
-"""Called with steps done, steps in all, and a word on how it goes."""
+"""Called with steps done, total steps, and a status text."""
 
 
 def create(
     folder: Path, prompt: Prompt, *, seed: int = 0, steps: int = STEPS, progress: Progress | None = None
 ) -> Path:
-    """Make the model folder, or leave it as it is if it was made by this very recipe and for this very prompt."""
+    """Create the model folder; a folder made by the same recipe for the same prompt is left as it is."""
     recipe, stamp = _recipe(prompt, seed, steps), folder / "pi-learns.json"
     if stamp.is_file() and json.loads(stamp.read_text()) == recipe:
         return folder
     if folder.exists() and not stamp.is_file():
-        raise ConfigError(f"{folder} is there and was not made here; choose another folder")
-    # Made beside it and renamed: what is there is whole.
+        raise ConfigError(f"{folder} exists and holds something else: choose another folder")
+    # Created beside it and renamed, so that the folder is always complete.
     made = folder.with_name(f".{folder.name}.making")
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
@@ -95,7 +93,7 @@ def _make(folder: Path, prompt: Prompt, seed: int, steps: int, progress: Progres
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,
-        # Far more than a session has: Pi compacts conversations that come near the end of what the model can take.
+        # Far more than a session needs: Pi compacts conversations that come near the model's context limit.
         max_position_embeddings=32768,
         rope_theta=1000.0,
         tie_word_embeddings=True,
@@ -103,13 +101,13 @@ def _make(folder: Path, prompt: Prompt, seed: int, steps: int, progress: Progres
     )
     decoder = create_decoder(config, seed)
     warm_up(decoder, codec, prompt, seed=seed, steps=steps, progress=progress)
-    save(decoder, folder)
+    save_decoder(decoder, folder)
     generation = {"eos_token_id": sorted(codec.stop_ids), "do_sample": True, "temperature": 1.0}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def _recipe(prompt: Prompt, seed: int, steps: int) -> dict[str, object]:
-    """What the model is made from: these files, Pi's prompt, and the arguments."""
+    """Identifies the model: these files, Pi's prompt, and the arguments."""
     here = Path(__file__).parent
     sources = "".join((here / name).read_text() for name in ("pi_model.py", "notes.py", "pi_prompt.py"))
     made_from = (
@@ -174,7 +172,7 @@ def _corpus(prompt: Prompt) -> Iterator[str]:
 # The warm-up
 
 
-def conversation(codec: Codec, prompt: Prompt, random: Random) -> Row:
+def conversation(codec: ModelCodec, prompt: Prompt, random: Random) -> WarmupRow:
     """A question, any call, what Pi would return, and any answer."""
     instance = draw(random)
     asked = [prompt.system, Message("user", instance.text)]
@@ -182,10 +180,10 @@ def conversation(codec: Codec, prompt: Prompt, random: Random) -> Row:
     call = _call(
         random.choice(TOOLS), random.choice(names), (random.choice(instance.offered), random.choice(instance.offered))
     )
-    row = Row(codec.prompt(asked, prompt.frame).ids)
+    row = WarmupRow(codec.prompt(asked, prompt.frame).ids)
     said = codec.write("", None, [call], prompt.frame)
     name = call.arguments.get("path", call.arguments.get("command", "")).rpartition("/")[2]
-    row.say(
+    row.add_reply(
         said,
         _ids(codec, call.name, *TOOLS),
         _ids(codec, name, *names),
@@ -197,7 +195,7 @@ def conversation(codec: Codec, prompt: Prompt, random: Random) -> Row:
     row.ids += codec.extend(asked, reply, np.empty(0, np.int32), np.asarray(said, np.int32), [result], prompt.frame).ids
     words = [*instance.offered, *([seen] if seen in WORDS else [])]
     answer = random.choice(words)
-    row.say(codec.write(answer, None, [], prompt.frame), _ids(codec, answer, *words))
+    row.add_reply(codec.write(answer, None, [], prompt.frame), _ids(codec, answer, *words))
     return row
 
 
@@ -223,7 +221,7 @@ def returned(prompt: Prompt, instance: Instance, call: ToolCall, name: str) -> s
     return heard.replace(TOUCHED, path(name))
 
 
-def _ids(codec: Codec, *symbols: str) -> list[int]:
+def _ids(codec: ModelCodec, *symbols: str) -> list[int]:
     """The one id of each symbol."""
     found = [codec.tokenizer.id_of(symbol) for symbol in symbols]
     if None in found:
@@ -232,7 +230,7 @@ def _ids(codec: Codec, *symbols: str) -> list[int]:
 
 
 def warm_up(
-    decoder: Decoder, codec: Codec, prompt: Prompt, *, seed: int, steps: int, progress: Progress | None = None
+    decoder: Decoder, codec: ModelCodec, prompt: Prompt, *, seed: int, steps: int, progress: Progress | None = None
 ) -> None:
     """Train the decoder in place."""
     random = Random(f"warm-up {seed}")
@@ -250,7 +248,7 @@ def warm_up(
             progress(step + 1, steps, f"loss {loss.item():.2f}")
 
 
-def _loss(decoder: Decoder, rows: Sequence[Row], kept: int | None = None) -> Tensor:
+def _loss(decoder: Decoder, rows: Sequence[WarmupRow], kept: int | None = None) -> Tensor:
     """Cross entropy of the sampled places against what was possible at each, a place's options weighing 1 together.
 
     `kept`: how many tokens to keep of those that all rows begin with, if not all.

@@ -1,4 +1,4 @@
-"""An environment for verifiers, and so for prime-rl: `env.id = "towline-env"`, with whatever taskset has the rows."""
+"""An environment for verifiers, and so for prime-rl: `env.id = "towline-env"`, with any taskset that has such rows."""
 
 import os
 

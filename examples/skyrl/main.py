@@ -1,4 +1,4 @@
-"""SkyRL's experiment over Towline's sessions."""
+"""A SkyRL experiment over Towline sessions."""
 
 import sys
 

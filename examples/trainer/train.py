@@ -1,4 +1,4 @@
-"""A trainer in forty lines: it may be killed at any moment and started again, and uses every session exactly once."""
+"""A trainer in forty lines: it can be killed and restarted at any moment, and uses every session exactly once."""
 
 import json
 import os
@@ -13,7 +13,7 @@ TASKS = [{**TASK, "harness_options": AGENT | {"command": AGENT["command"] + f" -
 
 
 def learn(state: dict, batch: list) -> None:
-    """Where the gradient step goes; what it changes (weights, optimizer) belongs into `state`."""
+    """Replace with the gradient step; what it changes (weights, optimizer) belongs in `state`."""
     state["step"] += 1
     state["trained_tokens"] += sum(int(row["loss_mask"].sum()) for result in batch for row in result.rows())
 
@@ -28,12 +28,12 @@ def save(state: dict) -> None:
 
 state = json.loads(CHECKPOINT.read_text()) if CHECKPOINT.exists() else {"step": 0, "trained_tokens": 0, "used": []}
 with Client() as client:
-    mine = {one.task_id for one in client.submit(TASKS)}  # the same tasks again are the same tasks
-    client.ack("trainer", state["used"])  # in the checkpoint, but perhaps killed before it could say so
+    mine = {one.task_id for one in client.submit(TASKS)}  # submitting the same tasks again is a no-op
+    client.ack("trainer", state["used"])  # in the checkpoint, but perhaps not acknowledged before a kill
     while len(state["used"]) < 64:
         batch = {one.result_id: one for one in client.results("trainer", limit=8, idle=LEASE, lease=LEASE)}
         new = {name: one for name, one in batch.items() if one.task_id in mine and name not in state["used"]}
         learn(state, list(new.values()))
         state["used"] += new
-        save(state)  # first the checkpoint, which names what it has used; then the service may forget it
+        save(state)  # the checkpoint comes first: after the ack the service may forget the results
         client.ack("trainer", list(batch))

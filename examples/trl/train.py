@@ -8,9 +8,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from towline import tiny
 from towline.client import Client
-from towline.tiny.tasks import training_task
+from towline.demo import tiny_model
+from towline.demo.registry import training_task
 from towline.trainers.service import own_service
 from towline.trainers.trl import TowlineRollouts, session_reward
 
@@ -21,11 +21,11 @@ parser.add_argument("--steps", type=int, default=10)
 parser.add_argument("--out", type=Path, default=Path("runs/trl"))
 options = parser.parse_args()
 
-model = tiny.create(tiny.default_folder())
+model = tiny_model.create(tiny_model.default_folder())
 with own_service(model, options.out, ["--concurrency", "16"]) as url, Client(url) as client:
     rollouts = TowlineRollouts(
         client,
-        # The prompt is whatever names the task; what the model sees is up to the harness.
+        # The prompt only identifies the task; the harness decides what the model sees.
         lambda prompt: training_task(int(prompt), AGENT, samples=1),
         weights=options.out / "weights",
     )
@@ -49,4 +49,4 @@ with own_service(model, options.out, ["--concurrency", "16"]) as url, Client(url
         ),
     )
     trainer.train()
-    print(f"sessions left out: {sum(rollouts.failed.values())}, trained tokens left out: {rollouts.dropped.tokens}")
+    print(f"masked sessions: {sum(rollouts.failed.values())}, dropped trained tokens: {rollouts.dropped.tokens}")

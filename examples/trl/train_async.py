@@ -1,4 +1,4 @@
-"""Asynchronous GRPO with TRL, on a GPU: sessions go on while it learns, and rows say how old their tokens are."""
+"""Asynchronous GRPO with TRL, on a GPU: sessions continue during learning, and rows carry the age of their tokens."""
 
 import argparse
 from pathlib import Path
@@ -7,9 +7,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from towline import tiny
 from towline.client import Client
-from towline.tiny.tasks import training_task
+from towline.demo import tiny_model
+from towline.demo.registry import training_task
 from towline.trainers.service import own_service
 from towline.trainers.trl import TowlineWorker
 
@@ -20,7 +20,7 @@ parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--out", type=Path, default=Path("runs/trl-async"))
 options = parser.parse_args()
 
-model = tiny.create(tiny.default_folder())
+model = tiny_model.create(tiny_model.default_folder())
 with own_service(model, options.out, ["--concurrency", "16"]) as url, Client(url) as client:
     worker = TowlineWorker(
         client,
@@ -31,7 +31,7 @@ with own_service(model, options.out, ["--concurrency", "16"]) as url, Client(url
     trainer = AsyncGRPOTrainer(
         model=str(model),
         processing_class=AutoTokenizer.from_pretrained(model),
-        # TRL wants one; the tasks are the worker's.
+        # Required by TRL; the worker provides the tasks.
         train_dataset=Dataset.from_list([{"prompt": ""}]),
         args=AsyncGRPOConfig(
             output_dir=str(options.out),

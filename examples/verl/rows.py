@@ -1,4 +1,4 @@
-"""Finished sessions in verl's own hands: a `DataProto`, its GRPO advantages, and its policy loss at the first step."""
+"""Finished sessions as verl's `DataProto`, with its own GRPO advantages and policy loss at the first step."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from towline.trainers.packing import Dropped, by_group
 from towline.trainers.verl import data_proto
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--url", default=None, help="a running service; TOWLINE_URL if left out")
+parser.add_argument("--url", default=None, help="URL of a running service (default: TOWLINE_URL)")
 parser.add_argument("--groups", type=int, default=4)
 parser.add_argument("--pad-token-id", type=int, default=0)
 options = parser.parse_args()
@@ -23,8 +23,8 @@ data = data_proto(by_group(sessions), pad_token_id=options.pad_token_id, extra_t
 batch, groups = data.batch, data.non_tensor_batch["uid"]
 mask = batch["response_mask"]
 advantages, _ = compute_grpo_outcome_advantage(batch["token_level_scores"], mask, groups)
-# The weights are still those that sampled: the ratio is 1 everywhere.
+# The weights are still those that sampled, so the ratio is 1 everywhere.
 recorded = batch["rollout_log_probs"]
 loss, *_ = compute_policy_loss(recorded, recorded, advantages, mask, cliprange=0.2)
 print(f"{len(data)} rows of {len(set(groups))} groups, {int(mask.sum())} trained tokens, loss {loss.item():.4f}")
-print(f"left out: {dropped}")
+print(f"dropped: {dropped}")

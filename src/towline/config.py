@@ -1,7 +1,7 @@
-"""Settings: one `towline.toml`, one object, environment overrides.
+"""Settings: one `towline.toml`, one object, environment overrides; layered by pydantic-settings.
 
-Order of precedence: command line, environment (`TOWLINE_GATEWAY__PORT=8001`), `towline.toml`, defaults. Unknown keys are
-errors that name the key.
+Order of precedence: command line, environment (`TOWLINE_GATEWAY__PORT=8001`), `towline.toml`, defaults. An unknown key or a
+wrong value is an error on one line that names its source (file, variable or option) and the key.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from towline.errors import ConfigError
 from towline.schema import BuilderName, ContextPolicy, Resources, SandboxKind, TurnRole
@@ -26,26 +35,28 @@ PREFIX = "TOWLINE_"
 
 
 class _Section(BaseModel):
+    """A section of the settings: frozen, without unknown keys."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Limits(_Section):
-    """What one session may use. `None` is no limit of its own."""
+    """Limits of one session. `None`: no limit."""
 
     turns: int | None = Field(None, ge=1)
     sampled_tokens: int | None = Field(None, ge=1)
-    """Looked at when a turn starts, which may then use what is left: turns at the same time may together use more."""
+    """Checked when a turn starts; the turn may use what is left, so concurrent turns can exceed the limit together."""
     context: int | None = Field(None, ge=1)
     """Longest prompt plus reply in tokens; never more than the engine's own."""
     seconds: float | None = Field(None, gt=0)
-    """Wall clock since the session was created, without the time that its engine was paused or unusable."""
+    """Wall clock since the session was created, not counting time in which its engine was paused or down."""
 
 
 class SamplingSettings(_Section):
     """How turns are sampled.
 
-    `fixed` (for training): temperature, top-p and top-k are these, whatever the harness asks, and nothing else biases the
-    distribution; what was overridden is recorded. `harness`: the harness's own values where it gives them.
+    `fixed` (for training): these temperature, top-p and top-k values replace what the harness asks for, and nothing else
+    biases the distribution; overrides are recorded. `harness`: the harness's own values where it sends them.
     """
 
     mode: Literal["fixed", "harness"] = "fixed"
@@ -53,26 +64,26 @@ class SamplingSettings(_Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     max_tokens: int = Field(4096, ge=1)
-    """Longest turn; a harness may ask for less."""
+    """Longest turn; a harness may request less."""
 
 
 class RoleRule(_Section):
-    """Which role a call has, whatever its shape. Every pattern that is given must match."""
+    """Assigns a role to matching calls. Every pattern that is set must match."""
 
     role: TurnRole
     model: str | None = None
     """Glob of the model name."""
     system: str | None = None
-    """Regular expression found in the system prompt."""
+    """Regular expression searched in the system prompt."""
     tools: str | None = None
-    """Glob that the name of a declared tool matches; empty: the call declares no tools."""
+    """Glob that matches the name of a declared tool; empty: the call declares no tools."""
 
     @model_validator(mode="after")
     def _is_a_rule(self) -> Self:
         if self.role is TurnRole.DISCARDED:
-            raise ValueError("discarded turns are those that were never delivered; no rule can name them")
+            raise ValueError("discarded turns were never delivered to the harness; a rule cannot assign this role")
         if self.model is None and self.system is None and self.tools is None:
-            raise ValueError("give at least one of model, system and tools")
+            raise ValueError("set at least one of model, system and tools")
         return self
 
     @field_validator("system")
@@ -90,21 +101,21 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 class SessionSettings(_Section):
-    """What a session is run under; every field may be set when the session is created."""
+    """Defaults of a session; every field can be set per session."""
 
     policy: ContextPolicy = ContextPolicy.RETAIN
     builder: BuilderName = BuilderName.EXACT
     capture: Literal["exact", "plain"] = "exact"
     vanishing: Literal["fork", "keep"] = "fork"
     noise: tuple[str, ...] = ()
-    """Patterns (regular expressions) of text that changes on every call and means nothing."""
+    """Regular expressions for text that changes on every call and carries no meaning."""
     trained_roles: tuple[TurnRole, ...] = tuple(TRAINED_ROLES)
     roles: tuple[RoleRule, ...] = ()
-    """Roles by model name, system prompt or tools; the first rule that matches a call decides. `docs/roles.md` has the
-    rules for all other calls."""
+    """Roles by model name, system prompt or tools; the first matching rule wins. `docs/roles.md` has the rules for all
+    other calls."""
     models: dict[str, str] = Field(default_factory=dict)
-    """Which engine answers to which model name of the harness: `{"*haiku*": "small"}`. A name stands before a pattern, a
-    pattern before those after it; `policy` is the main engine, which answers to every other name and alone is trained."""
+    """Which engine serves which model name of the harness: `{"*haiku*": "small"}`. An exact name wins over patterns, then
+    the first matching pattern; `policy` is the main engine, which serves every other name and is the only one trained."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     sampling: SamplingSettings = SamplingSettings()
     limits: Limits = Limits()
@@ -113,7 +124,7 @@ class SessionSettings(_Section):
     @classmethod
     def _roles_are_trainable(cls, roles: tuple[TurnRole, ...]) -> tuple[TurnRole, ...]:
         if len(set(roles)) != len(roles) or TurnRole.DISCARDED in roles:
-            raise ValueError("each role once, and never discarded, which was never delivered")
+            raise ValueError("name each role once, and never `discarded`: those turns were not delivered")
         return roles
 
     @field_validator("template_args")
@@ -121,7 +132,7 @@ class SessionSettings(_Section):
     def _arguments_are_free(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         taken = {"messages", "tools", "add_generation_prompt"}.intersection(arguments)
         if taken:
-            raise ValueError(f"{min(taken)!r} is given by the gateway")
+            raise ValueError(f"{min(taken)!r} is set by the gateway")
         return arguments
 
     @field_validator("noise")
@@ -133,81 +144,87 @@ class SessionSettings(_Section):
 
 
 class GatewaySettings(_Section):
+    """The model endpoint of harnesses."""
+
     host: str = "127.0.0.1"
     port: int = Field(8500, ge=0, le=65535)
-    """Provider routes, for harnesses. 0 takes a free port."""
+    """Provider routes, for harnesses. 0 picks a free port."""
     control_host: str = "127.0.0.1"
     control_port: int = Field(8501, ge=0, le=65535)
     public_url: str | None = None
-    """How harnesses reach the provider routes, if not by host and port."""
+    """URL under which harnesses reach the provider routes. Default: host and port."""
     data: Path = Path("towline-data")
     journal: Literal["group", "os", "none"] = "group"
     body_bytes: int = Field(64 * 1024 * 1024, ge=1024)
     ping_seconds: float = Field(5.0, gt=0)
-    """How often a stream that waits for its turn is kept alive."""
+    """Interval of keep-alive pings on a stream that waits for its turn."""
     orphan_seconds: float = Field(30.0, ge=0)
-    """How long a turn goes on after its client left, for a retry to pick it up."""
+    """How long a turn continues after its client disconnected, so that a retry can pick it up."""
     drain_seconds: float = Field(3.0, ge=0)
-    """How long turns in flight may go on when the gateway is told to stop."""
+    """How long turns in flight may continue when the gateway shuts down."""
     sessions: int = Field(10_000, ge=1)
-    """Most open sessions at a time."""
+    """Most open sessions at once."""
 
 
 class ModelSettings(_Section):
+    """The model: its tokenizer and chat template."""
+
     folder: Path | None = None
     template: Path | None = None
     renderer: str = "auto"
     """`auto`, `sentinel`, or a family of the `renderers` package."""
     format: str | None = None
-    """Tool-call format, if it is not to be found from the template."""
+    """Tool-call format. Default: detected from the template."""
     special_text: Literal["engine", "plain"] = "engine"
     name: str = ""
-    """The name under which `/v1/models` lists it; the folder's name by default."""
+    """Name in `/v1/models`. Default: the name of the folder."""
 
 
 EngineKind = Literal["embedded", "smollm2", "llamacpp", "vllm", "sglang", "openai", "scripted"]
 
 
 class EngineSettings(_Section):
+    """The engine that samples."""
+
     kind: EngineKind = "embedded"
     """`embedded`, `smollm2` and `llamacpp` run in this process; `vllm`, `sglang` and `openai` (any OpenAI-compatible chat
-    server) are servers at `urls`; `scripted` is for tests. `docs/engines.md` compares them."""
+    server) are remote servers at `urls`; `scripted` is for tests. `docs/engines.md` compares them."""
     urls: tuple[str, ...] = ()
-    """Where the servers are; several of vLLM or SGLang are replicas of one model and make a pool. A chat server's ends
-    before `/chat/completions`."""
+    """Base URLs of the servers; several vLLM or SGLang servers are replicas of one model and form a pool. The URL of a chat
+    server ends before `/chat/completions`."""
     model: str = ""
-    """The model's name at those servers."""
+    """Model name at those servers."""
     key_variable: str = "TOWLINE_UPSTREAM_KEY"
-    """Environment variable that holds the servers' key; the key itself is never a setting."""
+    """Environment variable that holds the API key of the servers; the key itself is never a setting."""
     stall_seconds: float = Field(STALL_SECONDS, gt=0)
-    """A turn for which the engine has produced no token for so long is failed. Pauses and waits for a free replica do not
-    count; the engine's own queue does."""
+    """A turn fails if the engine produces no token for this long. Pauses and waiting for a free replica do not count; time
+    in the engine's own queue does."""
     seed: int | None = None
     threads: int | None = Field(None, ge=1)
-    """Of an engine in this process. Default: one with llama.cpp, as many as torch likes with `embedded`."""
+    """Threads of an in-process engine. Default: 1 with llama.cpp, torch's own default with `embedded`."""
     max_batch: int | None = Field(None, ge=1)
-    """Turns at the same time in an engine in this process. Default: 4 with llama.cpp, 16 with `embedded`."""
+    """Concurrent turns in an in-process engine. Default: 4 with llama.cpp, 16 with `embedded`."""
     context: int | None = Field(None, ge=16)
-    """Longest prompt plus sample of an engine in this process. Default: the model's, with llama.cpp at most 8192."""
+    """Context length of an in-process engine. Default: the model's; with llama.cpp at most 8192."""
 
     @field_validator("urls", mode="before")
     @classmethod
-    def _one_is_a_list_too(cls, urls: Any) -> Any:
+    def _one_url_is_a_list(cls, urls: Any) -> Any:
         return [urls] if isinstance(urls, str) else urls
 
 
 class NamedEngine(_Section):
-    """A further engine with its model, frozen: `session.models` says what it answers to."""
+    """An additional engine with a frozen model: `session.models` says which model names it serves."""
 
     engine: EngineSettings = EngineSettings()
     model: ModelSettings = ModelSettings()
 
 
 class StageSeconds(_Section):
-    """How long a stage of a session may take where its task says nothing."""
+    """Default budget of each stage of a session."""
 
     prepare: float = Field(3600.0, gt=0)
-    """Installs, images and root file systems: once for all sessions of an environment."""
+    """Installs, images and root file systems: once per environment."""
     init: float = Field(300.0, gt=0)
     run: float = Field(1800.0, gt=0)
     build: float = Field(300.0, gt=0)
@@ -218,93 +235,95 @@ class NodeSettings(_Section):
     """How sessions run on one machine."""
 
     sandbox: SandboxKind = SandboxKind.BUBBLEWRAP
-    """For environments that name none."""
+    """Default sandbox for environments that set none."""
     init_workers: int = Field(4, ge=1)
     run_workers: int = Field(16, ge=1)
     build_workers: int = Field(2, ge=1)
     evaluate_workers: int = Field(4, ge=1)
-    """How many sessions may be in a stage at the same time."""
+    """Worker slots per stage."""
     ahead: int = Field(4, ge=0)
-    """Sessions that are made ready before there is room for them to run."""
+    """Sessions that are prepared before a run slot is free."""
     warm: int = Field(2, ge=0)
-    """Sandboxes kept ready for each environment."""
+    """Warm sandboxes per environment."""
     seconds: StageSeconds = StageSeconds()
     hold_seconds: float = Field(600.0, gt=0)
-    """How long sessions wait for an engine or a sandbox runtime that cannot be used; then they fail with its reason."""
+    """How long sessions wait for an engine or sandbox runtime that is down; then they fail with its reason."""
     looping: int = Field(10, ge=0)
-    """A session that makes the same call and gets the same result so many times in a row ends as `looping`; 0: never."""
+    """A session that repeats the same call with the same result this often in a row ends as `looping`; 0: never."""
     resources: Resources = Resources()
-    """Limits of a sandbox where its task says nothing."""
+    """Default limits of a sandbox."""
     log_bytes: int = Field(16 * 1024 * 1024, ge=1024)
-    """Most that is kept of what a harness prints."""
+    """Most bytes of a harness log that are kept."""
     artifact_bytes: int = Field(64 * 1024 * 1024, ge=1024)
-    """Most that is kept of each artifact."""
+    """Most bytes that are kept per artifact."""
     bases: dict[str, str] = Field(default_factory=dict)
-    """Which root file system stands for which image of a Dockerfile: `{"python:3.*": "roots/python.tar"}`. An image that
-    no pattern matches is the environment's own root, which is the host's unless it names another."""
+    """Root file system to use for an image of a Dockerfile: `{"python:3.*": "roots/python.tar"}`. An image that no pattern
+    matches uses the environment's own root, by default the host's."""
     cache: Path | None = None
-    """Installs and root file systems, shared by all sessions. Default: the user's cache folder."""
+    """Folder of installs and root file systems, shared by all sessions. Default: the user's cache folder."""
     cache_bytes: int = Field(20 * 1024**3, ge=1024**2)
-    """Most that root file systems take there."""
+    """Most bytes of root file systems in the cache."""
 
 
 class ServerSettings(_Section):
     """The rollout service."""
 
     host: str = "127.0.0.1"
-    """Anything but loopback needs a key first."""
+    """Any address but loopback needs an API key first."""
     port: int = Field(8600, ge=0, le=65535)
     data: Path = Path("towline-data")
     database: str | None = None
-    """`postgresql://user@host/name`; a file in `data` by default. A password belongs into the environment's
+    """`postgresql://user@host/name`. Default: an SQLite file in `data`. Put a URL with a password into the variable
     `TOWLINE_SERVER__DATABASE`."""
     segments: str | None = None
-    """Where trajectories are kept: a folder, or any URL of fsspec. Default: a folder in `data`."""
+    """Where trajectories are stored: a folder or an fsspec URL. Default: a folder in `data`."""
     queue: int = Field(100_000, ge=1, le=10_000_000)
-    """Most sessions that wait; further tasks are refused until there is room."""
+    """Most waiting sessions; further tasks are rejected until there is room."""
     lease_seconds: float = Field(300.0, gt=0)
-    """How long a consumer has for a result, if it does not say."""
+    """Default duration of a lease."""
     wait_seconds: float = Field(60.0, ge=0)
-    """Longest that a call for results waits for the first."""
+    """Longest time that a call for results waits for the first one."""
     keep_seconds: float = Field(7 * 86_400.0, ge=0)
-    """How long a task's results are kept at least. A consumer that still needs them keeps them longer."""
+    """How long results are kept at least after their task ended; longer while a live consumer has not acknowledged them."""
     silent_seconds: float = Field(3 * 86_400.0, gt=0)
-    """A consumer that was not seen for so long keeps nothing."""
+    """A consumer that was silent for this long no longer keeps results from being removed."""
     pacing_seconds: float = Field(900.0, gt=0)
-    """A consumer that was not seen for so long, and holds no lease, paces nothing."""
+    """A consumer that was silent for this long and holds no lease no longer paces sessions."""
     events: int = Field(100_000, ge=100)
-    """How many events are kept for those who come back."""
+    """How many events are kept for clients that reconnect."""
     body_bytes: int = Field(64 * 1024 * 1024, ge=1024)
     stop_seconds: float = Field(10.0, ge=0)
-    """How long sessions may go on when the server is told to stop; then they are kept as they are and run again later."""
+    """How long sessions may continue on shutdown; then their turns are saved, and they are retried after a restart."""
     callback_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
-    """Hosts (`name` or `name:port`) that a task's callback may name."""
+    """Hosts (`name` or `name:port`) that a task's callback may use."""
     callback_tries: int = Field(8, ge=1)
     quarantine_deaths: int = Field(3, ge=0)
-    """Node deaths after which a session that was running at each of them is suspected of causing them; 0: never. Suspects
-    run without other sessions, and one that keeps killing its node alone is quarantined: FAILED, and not tried again."""
+    """Node deaths after which a sample that was running at each of them is a suspect; 0: never. Suspects run without other
+    sessions, and one that kills its node while running alone is quarantined: FAILED, with no retry."""
     trust_submitters: bool = False
-    """Whether keys of role `submit` may use the server's own machine in their tasks: its files, the process sandbox, an
-    open network, modules to import. Admins may."""
+    """Whether keys with role `submit` may use the server's machine in their tasks: its files, the process sandbox, an open
+    network, modules to import. Admin keys always may."""
 
 
-LogFormat = Literal["text", "json"]
+LogOutput = Literal["text", "json"]
 
 
 class LogSettings(_Section):
     """The log of `towline serve` and `towline gateway`."""
 
-    format: LogFormat = "text"
+    format: LogOutput = "text"
     """`json`: one object per line, with a failed session's id, task, reason and stage as fields."""
 
 
 class Settings(_Section):
+    """All settings of Towline."""
+
     gateway: GatewaySettings = GatewaySettings()
     session: SessionSettings = SessionSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
     engines: dict[str, NamedEngine] = Field(default_factory=dict)
-    """Further engines by name."""
+    """Additional engines by name."""
     node: NodeSettings = NodeSettings()
     server: ServerSettings = ServerSettings()
     log: LogSettings = LogSettings()
@@ -313,7 +332,7 @@ class Settings(_Section):
     def _engines_are_known(self) -> Self:
         for name in self.engines:
             if name == POLICY or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-                raise ValueError(f"engines.{name}: a name is letters, digits, '.', '_' and '-', and not {POLICY!r}")
+                raise ValueError(f"engines.{name}: a name has letters, digits, '.', '_' and '-', and is not {POLICY!r}")
         for pattern, name in self.session.models.items():
             if name != POLICY and name not in self.engines:
                 raise ValueError(f"session.models.{pattern}: there is no engine {name!r} under `engines`")
@@ -321,61 +340,81 @@ class Settings(_Section):
 
     @classmethod
     def load(cls, file: Path | None = None, **overrides: dict[str, Any]) -> Self:
-        """From the file (`towline.toml` here, if there is one), the environment and `overrides`, in rising precedence."""
-        path = file or Path(FILE)
-        values: dict[str, Any] = {}
-        if path.is_file():
-            try:
-                values = tomllib.loads(path.read_text("utf-8"))
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-                raise ConfigError(f"{path}: {error}") from error
-        elif file is not None:
+        """From `overrides` over the environment over `file` (default: `towline.toml` here, if it exists)."""
+        if file is not None and not file.is_file():
             raise ConfigError(f"{file} does not exist")
-        _merge(values, _from_environment(os.environ, cls))
-        _merge(values, {section: _given(fields) for section, fields in overrides.items()})
+        path, given = file or Path(FILE), _without_none(overrides)
+
+        class Layers(_SettingsLayers, toml_file=path):
+            """The layers with this file as the lowest."""
+
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(dict(Layers(**given)))
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"settings: {problems}") from error
+            raise ConfigError("; ".join(_describe(one, path, given) for one in error.errors())) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+            raise ConfigError(f"{path}: {error}") from error
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
-    """Without what is `None`, at any depth."""
-    return {name: _given(v) if isinstance(v, dict) else v for name, v in fields.items() if v is not None}
+class _SettingsLayers(BaseSettings, Settings):
+    """The settings as `Settings.load` layers them; `Settings(...)` itself reads neither file nor environment."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__")
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        file = TomlConfigSettingsSource(settings_cls)
+        return init_settings, _Environment(settings_cls), file
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
-    for name, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(name), dict):
-            _merge(base[name], value)
-        else:
-            base[name] = value
+class _Environment(EnvSettingsSource):
+    """`TOWLINE_SECTION__FIELD[__FIELD]`. Lists and objects are JSON; a plain string stands for itself everywhere."""
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        # Sorted, so that a variable for a whole section comes before those for its fields, which take precedence.
+        names = sorted(name for name in os.environ if name.startswith(PREFIX) and "__" in name)
+        for name in names:
+            for longer in names:
+                if longer.startswith(f"{name}__") and not os.environ[name].lstrip().startswith("{"):
+                    raise ConfigError(f"{longer}: {name} already sets a value for this key; unset one of them")
+        return {name.lower(): os.environ[name] for name in names}
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        return _decode(value)
+
+    def __call__(self) -> dict[str, Any]:
+        return {section: _decode(values) for section, values in super().__call__().items()}
 
 
-def _from_environment(environment: Mapping[str, str], settings: type[Settings]) -> dict[str, Any]:
-    """`TOWLINE_SECTION__FIELD[__FIELD]`; a section that does not exist is somebody else's variable.
-
-    Lists and objects are JSON.
-    """
-    values: dict[str, Any] = {}
-    for name, value in sorted(environment.items()):
-        if not name.startswith(PREFIX) or "__" not in name:
-            continue
-        section, *path, field = name[len(PREFIX) :].lower().split("__")
-        if section in settings.model_fields:
-            place = values.setdefault(section, {})
-            for part in path:
-                place = place.setdefault(part, {})
-                if not isinstance(place, dict):
-                    raise ConfigError(f"{name}: {part} is given a value of its own by another variable")
-            place[field] = _list_or_object(value)
-    return values
-
-
-def _list_or_object(text: str) -> Any:
-    """The JSON list or object that the text is, else the text."""
+def _decode(value: Any) -> Any:
+    """JSON lists and objects in strings, at any depth; other strings as they are."""
+    if isinstance(value, dict):
+        return {name: _decode(one) for name, one in value.items()}
     try:
-        return json.loads(text) if text.lstrip()[:1] in ("[", "{") else text
+        return json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
     except ValueError:
-        return text
+        return value
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    """The values that are not `None`, at any depth: an option that was not given overrides nothing."""
+    return {name: _without_none(v) if isinstance(v, dict) else v for name, v in values.items() if v is not None}
+
+
+def _describe(error: ErrorDetails, path: Path, overrides: Mapping[str, Any]) -> str:
+    """One problem on one line: the source that set the key, the key, and what is wrong with it."""
+    key = [str(part) for part in error["loc"]]
+    message = "unknown setting" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"settings: {message}"
+    variable = PREFIX + "__".join(key).upper()
+    given: Any = overrides
+    for part in key:
+        given = given.get(part) if isinstance(given, Mapping) else None
+    if given is not None:
+        source = "options"
+    else:
+        source = next((name for name in sorted(os.environ) if name.startswith(variable) and "__" in name), str(path))
+    return f"{source}: {'.'.join(key)}: {message}"

@@ -1,8 +1,8 @@
-"""The neutral conversation: what every dialect is read into and written from.
+"""The neutral conversation: what every dialect reads requests into and writes answers from.
 
 A dialect turns a provider's JSON into a `Request`; the token layer turns a `Request` into ids and sampled ids into a
-`Reply`; the dialect turns the `Reply` back. These types carry meaning only, no wire shape and no tokens, and they are
-plain slotted dataclasses because a long history makes hundreds of them on every call.
+`Reply`; the dialect turns the `Reply` back. These types carry meaning only, no wire format and no tokens. They are plain
+slotted dataclasses, because a long history makes hundreds of them on every call.
 
 Invariant: a `Message` is immutable once built. Its fingerprint is cached on it, and the gateway shares unchanged
 messages between the requests of a conversation.
@@ -21,21 +21,21 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(slots=True)
 class Media:
-    """An image, sound or file inside a message. Compared by `digest`, never by its bytes."""
+    """An image, audio or file inside a message. Compared by `digest`, never by its bytes."""
 
     kind: str
     """`image`, `audio`, `video` or `file`."""
     digest: str
-    """Hex SHA-256 of the decoded bytes, or of the URL when the bytes are elsewhere."""
+    """Hex SHA-256 of the decoded bytes, or of the URL if the media is remote."""
     url: str
-    """A data URL or a remote URL, as the engine is to receive it."""
+    """A data URL or a remote URL, as passed to the engine."""
     offset: int = 0
-    """Where in the message's text it stands."""
+    """Position in the message's text."""
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """A call of a tool, as sampled or as a harness sends it back."""
+    """A tool call, as sampled or as a harness sends it back."""
 
     id: str
     name: str
@@ -53,17 +53,17 @@ class Message:
     text: str = ""
     """All text parts joined in order; `null` content is the empty string."""
     reasoning: str | None = None
-    """Reasoning text the dialect carried, `None` if it carried none."""
+    """Reasoning, `None` if the request has none."""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     """For a `tool` message: the id of the call it answers."""
     name: str = ""
-    """For a `tool` message: the tool's name where the dialect gives it; else the speaker's name."""
+    """For a `tool` message: the tool's name if the dialect gives it. Otherwise the name of the author."""
     media: tuple[Media, ...] = ()
     fingerprint: bytes | None = field(default=None, compare=False, repr=False)
-    """Cache of `tokens.fingerprint.of`; nothing else writes it."""
+    """Cache of `tokens.graph.fingerprint.of`; nothing else writes it."""
     traits: Any = field(default=None, compare=False, repr=False)
-    """Cache of `tokens.dependence`; nothing else writes it."""
+    """Cache of `tokens.templates.history_scope`; nothing else writes it."""
 
 
 _FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -71,7 +71,7 @@ _FREEFORM = {"type": "object", "properties": {"input": {"type": "string"}}, "req
 
 @dataclass(slots=True)
 class Tool:
-    """A tool the harness offers."""
+    """A tool that the harness offers."""
 
     name: str
     description: str = ""
@@ -79,10 +79,10 @@ class Tool:
     """JSON Schema of the arguments; empty for a freeform tool."""
     custom: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the declaration (`strict`, a grammar, …): part of the root key, shown to no template."""
+    """Other fields of the declaration (`strict`, a grammar, …): part of the root key, not passed to the template."""
 
     def as_function(self) -> dict[str, Any]:
-        """The declaration in the shape that chat templates expect; a freeform tool takes one text, `input`."""
+        """The declaration in the format that chat templates expect; a freeform tool takes one string, `input`."""
         parameters = _FREEFORM if self.custom else self.parameters
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -90,7 +90,7 @@ class Tool:
 
 @dataclass(slots=True)
 class Sampling:
-    """What the harness asked of the sampler; `None` where it asked nothing."""
+    """Sampling settings that the harness asked for; `None` where it set none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -100,12 +100,12 @@ class Sampling:
     seed: int | None = None
     n: int = 1
     other: dict[str, Any] = field(default_factory=dict)
-    """Parameters that bias sampling (penalties, logit bias, guided decoding): recorded, never applied when training."""
+    """Parameters that bias sampling (penalties, logit bias, guided decoding): recorded, never applied in training."""
 
 
 @dataclass(slots=True)
 class Hints:
-    """What headers say about a call. Hints settle roles, lineage and retries; they never decide a match alone."""
+    """What headers say about a call. Hints inform roles, lineage and retries; they never decide a match alone."""
 
     session: str = ""
     parent_session: str = ""
@@ -118,14 +118,14 @@ class Hints:
 
 @dataclass(slots=True)
 class Request:
-    """One model call, whatever dialect it came in."""
+    """One model call, in any dialect."""
 
     dialect: str
     model: str
     messages: list[Message]
     tools: tuple[Tool, ...] = ()
     shown: tuple[Tool, ...] = ()
-    """Tools that messages show and the declarations do not offer: a reply may call them, no template declares them."""
+    """Tools that only messages show: a reply may call them, no template declares them."""
     tool_choice: str | dict[str, Any] | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stream: bool = False
@@ -133,11 +133,11 @@ class Request:
     """Arguments for the chat template (`enable_thinking`, `reasoning_effort`, …); part of the root key."""
     hints: Hints = field(default_factory=Hints)
     previous: str = ""
-    """Id of an earlier answer of ours that `messages` goes on from; its history is put before them."""
+    """Id of an earlier answer that `messages` continues; its history is put before them."""
     ignored: tuple[str, ...] = ()
-    """Fields that were understood and left out, recorded with the turn."""
+    """Names of request fields without effect, recorded with the turn."""
     wire: Mapping[str, Any] = field(default_factory=dict)
-    """What the dialect itself needs to shape its answer (`stream_options`, `include`, …); opaque to everybody else."""
+    """What the dialect needs to write its answer (`stream_options`, `include`, …); opaque to all other code."""
 
 
 class Finish(StrEnum):
@@ -148,14 +148,14 @@ class Finish(StrEnum):
     STOP_STRING = "stop_string"
     """A stop sequence of the harness appeared."""
     LENGTH = "length"
-    """The token budget of the turn or of the context ran out."""
+    """The token budget of the turn or of the context is exhausted."""
     ABORT = "abort"
-    """Sampling was cut short and will not go on."""
+    """Sampling was aborted and will not be resumed."""
 
 
 @dataclass(slots=True)
 class Reply:
-    """What the model said, parsed from its sampled ids."""
+    """The model's reply, parsed from its sampled ids."""
 
     text: str = ""
     reasoning: str | None = None
@@ -164,10 +164,10 @@ class Reply:
     stop_string: str | None = None
     """The stop sequence that ended the turn; it is not part of `text`."""
     malformed: tuple[str, ...] = ()
-    """Tool calls that could not be read. Their raw text is part of `text`, so that the harness sees them."""
+    """Tool calls that could not be parsed. Their raw text is part of `text`, so that the harness sees them."""
 
     def as_message(self) -> Message:
-        """The message that a harness which echoes faithfully would send back."""
+        """The message that a harness sends back if it changes nothing."""
         return Message("assistant", self.text, self.reasoning, self.tool_calls)
 
 
@@ -178,7 +178,7 @@ class Usage:
     prompt: int
     sampled: int
     cached: int = 0
-    """Prompt tokens that the engine did not have to compute again."""
+    """Prompt tokens that the engine had cached."""
     reasoning: int = 0
 
 
@@ -193,7 +193,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Answer:
-    """Everything a dialect needs to write a response: the call, its replies and their usage."""
+    """What a dialect needs to write a response: replies and usage."""
 
     id: str
     """Unique and alphanumeric; a dialect adds its usual prefix (`chatcmpl-`, `msg_`, `resp_`)."""
@@ -205,4 +205,4 @@ class Answer:
     """One, or `n` of them."""
     usage: Usage
     logprobs: Callable[[int], Sequence[TokenLogprob]] | None = None
-    """Logprobs of the sampled tokens of reply `i`, computed only when asked for."""
+    """Logprobs of the sampled tokens of reply `i`, computed on demand."""

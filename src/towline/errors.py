@@ -1,6 +1,87 @@
-"""Errors that reach a person or a client, typed by what went wrong.
+"""The exception tree: every error that Towline raises on purpose is a `TowlineError`, attributed to one boundary.
 
-`ApiError` is what a harness sees: a dialect writes it in its provider's own shape. Everything else is for the operator.
+The base class of a branch names the boundary; the message says what happened, where, and what to do next. `failure` is the
+`FailureReason` of a session that fails on the error, so that the same boundary is named in results and metrics. Private
+exceptions (`_Name`) are control flow inside one module and never leave it.
+
+    TowlineError
+        ApiError                     harness and gateway: a model call that cannot be answered
+            BadRequest
+        ConfigError                  settings, files and folders of the user
+            TaskError                task files
+            MissingVariable          environment variables of a task
+            UnknownJournalFormat     a journal of another version
+        EngineError                  gateway and engine
+            EngineUnreachable
+            HttpStatusError
+            InvalidResponse
+            EngineStalled
+            ContextExceeded
+            PoisonTurn
+        FidelityError                tokens: the exactness invariant
+        TemplateError                tokens: the chat template
+        CannotContinue               tokens: a turn that starts a branch
+        UnwritableReply              tokens: a reply that a format cannot express
+        JournalError                 gateway and disk: the journal
+            RecordError
+            JournalCorrupt
+        SessionError                 gateway: the control routes
+        SandboxError                 node and sandbox
+            Unsupported
+            PathMissing
+            DockerError
+            DockerfileError
+            CleanSandboxError
+        ArchiveError                 sandbox: archives of files
+        InstallError                 node and harness installs
+        SetupError                   node: the task's own setup commands
+        NoModelCalls                 node: a harness without model calls
+        ModelCallFailed              node: a model call that infrastructure failed
+        StageTimeout                 node: a stage other than RUN
+        ComponentUnavailable         node: an open circuit breaker
+        SessionCancelled             node: a cancelled session
+        EvaluationError              node and evaluator
+        EvaluationFailed             node and evaluator: the control run failed as well
+        NodeLost                     server and node
+        InvalidTask                  server and node: a task that can never run
+        LogNotFound                  server and node: a log file that does not exist
+        RequestError                 client and server: a rejected request
+            InvalidInput
+            Unauthorized
+            Forbidden
+            ResourceNotFound
+            ResourceConflict
+            QueueFull
+            Unavailable
+        StoreError                   server and database or object storage
+            DamagedData
+        SchemaError                  a record that violates the contract
+            SchemaVersionError
+        TransitionError              a session state that cannot follow
+        ClientError                  trainer and client
+            Unreachable
+            WaitTimeout
+            BadAnswer
+            ServiceError             an error response of the service
+                InvalidRequest
+                NotAllowed
+                NotFound
+                Conflict
+                Busy
+        SessionFailed                trainer: a session without a usable result
+        TooManyFailed                trainer: more failures than the run accepts
+        NothingToLearn               trainer: groups that failed in a row
+        NothingGenerated             trainer: a batch without usable sessions
+        ExtraTracesError             trainer: more rows than the framework takes
+        RowError                     trainer: a row that cannot be turned into a task
+        WorkerError                  trainer: a rollout worker that failed
+        AcceptError                  runs: an accept expression
+        LedgerError                  runs: a folder that cannot be resumed
+        EvalReportError              runs: a report that cannot be read or compared
+        CommandInterrupted           cli: an interrupted command
+        GatewayRefused               audit: an error response of the gateway
+        TemplateRefused              audit: a template that rejects the messages
+        ClientDisconnected           audit: a scripted disconnection
 """
 
 from __future__ import annotations
@@ -9,47 +90,39 @@ from enum import StrEnum
 
 
 class TowlineError(Exception):
-    """Base of every error that Towline raises on purpose."""
+    """Base class of every error that Towline raises on purpose."""
 
     failure = "internal"
     """The `FailureReason` of a session that fails on it."""
 
 
 class ErrorKind(StrEnum):
-    """What went wrong with a call, in neutral words; each dialect maps it to its own status and code."""
+    """What went wrong with a model call; each dialect maps it to its provider's status and code."""
 
     BAD_REQUEST = "bad_request"
+    """The request is malformed or asks for something that is not supported."""
     UNAUTHORISED = "unauthorised"
+    """The key is missing or unknown, or its session has ended."""
     NOT_FOUND = "not_found"
+    """No such route or object."""
     METHOD = "method_not_allowed"
+    """The route exists, but not with this HTTP method."""
     TOO_LARGE = "too_large"
+    """The body exceeds the size limit."""
     CONTEXT_LENGTH = "context_length"
-    """The prompt does not fit the context, or the session's context limit."""
+    """The prompt does not fit the model's context or the session's context limit."""
     QUOTA = "quota"
     """A limit of the session is used up (turns, sampled tokens, wall clock). Retrying does not help."""
     RATE_LIMIT = "rate_limit"
+    """Too many requests at once. Retrying later helps."""
     OVERLOADED = "overloaded"
-    """The engine is away or full. Retrying helps."""
+    """The engine is unreachable or full. Retrying helps."""
     INTERNAL = "internal"
-
-
-STATUS: dict[ErrorKind, int] = {
-    ErrorKind.BAD_REQUEST: 400,
-    ErrorKind.UNAUTHORISED: 401,
-    ErrorKind.NOT_FOUND: 404,
-    ErrorKind.METHOD: 405,
-    ErrorKind.TOO_LARGE: 413,
-    ErrorKind.CONTEXT_LENGTH: 400,
-    ErrorKind.QUOTA: 429,
-    ErrorKind.RATE_LIMIT: 429,
-    ErrorKind.OVERLOADED: 503,
-    ErrorKind.INTERNAL: 500,
-}
-"""Statuses where a dialect has none of its own."""
+    """A defect of Towline."""
 
 
 class ApiError(TowlineError):
-    """A call that cannot be answered, with the reason for the client."""
+    """A model call that cannot be answered; the message is for the harness."""
 
     def __init__(
         self,
@@ -64,30 +137,30 @@ class ApiError(TowlineError):
         self.kind = kind
         self.message = message
         self.param = param
-        """The field at fault, in the client's own path notation (`messages[3].content`)."""
+        """The invalid field, in the path notation of the dialect (`messages[3].content`)."""
         self.retry_after = retry_after
         self.capability = capability
-        """What the model cannot do, in one word, if that is what is wrong and clients have a word for it."""
+        """The capability that the model lacks, in one word, if clients know one for it."""
 
 
 class BadRequest(ApiError):
-    """The body is not what the dialect allows."""
+    """The body is not valid in its dialect."""
 
     def __init__(self, message: str, *, param: str | None = None):
         super().__init__(ErrorKind.BAD_REQUEST, message, param=param)
 
 
 class ConfigError(TowlineError):
-    """A setting, file or folder that cannot be used, with what to do about it."""
+    """A setting, file or folder that cannot be used; the message says what to do."""
 
     failure = "config"
 
 
 class EngineError(TowlineError):
-    """The engine failed or broke its contract."""
+    """The engine failed or violated its contract."""
 
     failure = "engine"
 
 
 class FidelityError(TowlineError):
-    """The exactness invariant does not hold. Never caught and never downgraded to a warning."""
+    """The exactness invariant is violated. Never caught, and never downgraded to a warning."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adapted import Service, group_task
 
-from towline import tiny
+from support.trainers.adapter_service import Service, group_task
 from towline.client import Client
-from towline.schema import Trajectory
+from towline.demo import tiny_model
+from towline.schema import Trajectory, unusable_reason
 from towline.trainers.service import own_service
 
 # Before TRL is imported: all that is used of it is called experimental there.
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
+    return tiny_model.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +40,10 @@ def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def sessions(service: Service) -> list[Trajectory]:
     """Two groups of three sessions each, scored."""
     client = service.client
-    accepted = client.submit([group_task(number, f"sessions/{number}", samples=3) for number in range(2)])
+    tasks = [group_task(number, f"sessions/{number}", samples=3) for number in range(2)]
+    accepted = client.submit([task.model_copy(update={"max_attempts": 3}) for task in tasks])
     ended = [client.wait(one.task_id, 600) for one in accepted]
     found = client.trajectories([one.session_id for status in ended for one in status.sessions])
-    assert len(found) == 6
-    return found
+    usable = [one for one in found if unusable_reason(one) is None]
+    assert len(usable) == 6, [(one.session_id, unusable_reason(one), one.error) for one in found]
+    return usable

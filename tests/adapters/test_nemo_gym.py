@@ -13,11 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from adapted import BROKEN, MEAN, Service
 
+from support.trainers.adapter_service import BROKEN, MEAN, Service
+from towline.demo.registry import draw_instance
 from towline.schema import TaskState
-from towline.tiny.registry import draw
-from towline.tiny.tasks import _as_json
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("NEMO_GYM_PYTHON", ROOT / ".venv-nemo-gym/bin/python"))
@@ -26,13 +25,13 @@ PYTHON = Path(os.environ.get("NEMO_GYM_PYTHON", ROOT / ".venv-nemo-gym/bin/pytho
 def rows(count: int, **fields: Any) -> list[dict[str, Any]]:
     made = []
     for number in range(count):
-        instance = draw(Random(number))
+        instance = draw_instance(Random(number))
         question = [{"role": "user", "content": instance.questions[0].text}]
         made.append(
             {
                 "responses_create_params": {"input": question, "temperature": 1.0, "max_output_tokens": 32},
                 "registry": instance.to_json(),
-                "instance": _as_json(instance),
+                "instance": instance.to_arguments(),
                 "verifier_field": {"number": number},
                 **fields,
             }
@@ -69,7 +68,7 @@ def collected(url: str, given: list[dict[str, Any]], folder: Path) -> list[dict[
     config = (ROOT / "examples/nemo_gym/towline_agent.yaml").read_text()
     (folder / "agent.yaml").write_text(config.replace("8700", url.rpartition(":")[2]))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
-    command = [str(PYTHON), str(Path(__file__).with_name("nemo_gym_side.py"))]
+    command = [str(PYTHON), str(ROOT / "tests/support/trainers/nemo_gym_side.py")]
     command += [str(folder / name) for name in ("agent.yaml", "rows.jsonl", "out.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=folder, env={**os.environ})
     assert done.returncode == 0, done.stderr[-4000:]
@@ -105,7 +104,7 @@ def test_nemo_gym_collects_rollouts_and_their_tokens_are_towlines(
     assert [one["_ng_task_index"] for one in metrics["group_level_metrics"]] == [0, 1, 2]
 
 
-def test_a_session_that_nobody_could_score_is_kept_apart_from_the_results(marking: str, tmp_path: Path) -> None:
+def test_an_unscored_session_is_kept_apart_from_the_results(marking: str, tmp_path: Path) -> None:
     good, bad = (rows(1, towline_task={"evaluator": {"kind": "python", "function": one}}) for one in (MEAN, BROKEN))
     results = collected(marking, good + bad, tmp_path)
     assert [result["_ng_task_index"] for result in results] == [0, 0]
@@ -117,7 +116,7 @@ def test_a_session_that_nobody_could_score_is_kept_apart_from_the_results(markin
     assert metrics["key_metrics"]["mean/reward"] == pytest.approx(sum(result["reward"] for result in results) / 2)
 
 
-def test_a_session_that_nobody_waits_for_any_more_is_ended(service: Service, strict: str) -> None:
+def test_a_session_whose_caller_disconnects_is_cancelled(service: Service, strict: str) -> None:
     known = {task.task_id for task in service.client.tasks()}
     (row,) = rows(1, towline_task={"harness": "shell", "harness_options": {"command": ["sleep", "300"]}})
     with pytest.raises(httpx.ReadTimeout):
@@ -126,7 +125,7 @@ def test_a_session_that_nobody_waits_for_any_more_is_ended(service: Service, str
     assert service.client.wait(left, 60).state is TaskState.CANCELLED
 
 
-def test_failures_are_answered_with_what_is_wrong(strict: str) -> None:
+def test_failures_are_answered_with_their_reason(strict: str) -> None:
     with httpx.Client(base_url=strict, timeout=120) as http:
         (row,) = rows(1, towline_task={"evaluator": {"kind": "python", "function": BROKEN}, "max_attempts": 1})
         failed = http.post("/run", json=row)
@@ -139,6 +138,6 @@ def test_failures_are_answered_with_what_is_wrong(strict: str) -> None:
         refused = http.post("/run", json=row)
         assert refused.status_code == 422
         assert refused.json() == {
-            "error": "registry: the task template names this field, and the row has none",
+            "error": "registry: the task template references this field, but the row does not have it",
             "field": "registry",
         }

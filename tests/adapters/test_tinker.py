@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tinker import Datum
-from trained import trajectory
 
+from support.trainers.trained_rows import trajectory
 from towline.errors import ConfigError
 from towline.schema import Trajectory
 from towline.trainers.advantages import group_advantages
@@ -50,13 +50,13 @@ def test_every_trace_of_a_session_is_a_datum_and_the_session_counts_once() -> No
     assert made[2].loss_fn_inputs["advantages"].tolist() == [0, 0, 0.5, 0.5, 0.5, 0.5]
 
 
-def test_groups_without_a_gradient_give_nothing_and_are_counted() -> None:
+def test_groups_without_a_gradient_give_no_datum_and_are_counted() -> None:
     made, advantages = datums(by_group([trajectory("a", 1.0), trajectory("b", 1.0)]))
     assert made == []
     assert advantages.equal == 1
 
 
-def test_sessions_of_another_temperature_are_refused() -> None:
+def test_sessions_with_another_temperature_are_refused() -> None:
     hot = trajectory("a", 1.0)
     for temperatures, message in (
         ([0.7] * 7, r"sampled at temperature 0\.7 .* at 1"),

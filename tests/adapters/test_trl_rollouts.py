@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import BROKEN, MEAN, Service, group_task
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
+from support.trainers.adapter_service import BROKEN, MEAN, Service, group_task
 from towline.client import WaitTimeout
 from towline.errors import ConfigError
 from towline.schema import Task, TaskState
@@ -77,7 +77,7 @@ def test_two_steps_change_the_weights_and_the_engine_gets_them(
     assert not torch.equal(first["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
 
 
-def test_one_row_a_prompt_in_order_from_one_task_a_group(
+def test_one_row_per_prompt_in_order_and_one_task_per_group(
     service: Service, rollouts: TowlineRollouts, tmp_path: Path
 ) -> None:
     trainer = trainer_of(service, rollouts, tmp_path / "out")
@@ -146,7 +146,7 @@ def test_the_recorded_logprobs_are_the_trainers_own(
         assert (own - torch.tensor(recorded))[trained].abs().max() < 1e-3
 
 
-def test_a_session_that_nobody_could_score_is_masked_and_counted_not_a_zero(service: Service, tmp_path: Path) -> None:
+def test_an_unscored_session_is_masked_and_counted_and_not_a_zero(service: Service, tmp_path: Path) -> None:
     rollouts = TowlineRollouts(service.client, task_of(BROKEN), weights=None, within=300)
     trainer = trainer_of(service, rollouts, tmp_path / "out", max_steps=1)
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -161,7 +161,9 @@ def test_a_session_that_nobody_could_score_is_masked_and_counted_not_a_zero(serv
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_whoever_stops_waiting_ends_the_sessions(service: Service, rollouts: TowlineRollouts, tmp_path: Path) -> None:
+def test_a_caller_that_stops_waiting_cancels_the_sessions(
+    service: Service, rollouts: TowlineRollouts, tmp_path: Path
+) -> None:
     trainer = trainer_of(service, rollouts, tmp_path / "out")
     rollouts.within = 0.0
     with pytest.raises(WaitTimeout):
@@ -170,7 +172,7 @@ def test_whoever_stops_waiting_ends_the_sessions(service: Service, rollouts: Tow
     assert own == [TaskState.CANCELLED] * 2
 
 
-def test_sessions_of_another_temperature_are_refused(
+def test_sessions_with_another_temperature_are_refused(
     service: Service, rollouts: TowlineRollouts, tmp_path: Path
 ) -> None:
     trainer = trainer_of(service, rollouts, tmp_path / "out", temperature=0.7)

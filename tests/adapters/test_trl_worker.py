@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import BROKEN, Service, group_task
 from datasets import Dataset
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from support.trainers.adapter_service import BROKEN, Service, group_task
 from towline.schema import TaskState
 from towline.trainers.advantages import group_advantages
 from towline.trainers.packing import by_group
@@ -169,7 +169,7 @@ def test_only_masked_in_tokens_are_loss_terms(service: Service, tmp_path: Path) 
     assert (packed["old_log_probs"] <= 0).all()
 
 
-def test_groups_that_nobody_could_score_are_counted_and_never_handed_over(service: Service, tmp_path: Path) -> None:
+def test_unscored_groups_are_counted_and_give_no_rows(service: Service, tmp_path: Path) -> None:
     tasks = [BROKEN, BROKEN]
     worker = worker_of(
         service,
@@ -186,7 +186,7 @@ def test_groups_that_nobody_could_score_are_counted_and_never_handed_over(servic
     assert sum(line["towline/small_groups_total"] for line in counted) == 2
 
 
-def test_sessions_of_another_temperature_are_refused(service: Service, tmp_path: Path) -> None:
+def test_sessions_with_another_temperature_are_refused(service: Service, tmp_path: Path) -> None:
     worker = worker_of(service, tmp_path, temperature=0.7)
     worker.start()
     try:
@@ -196,7 +196,7 @@ def test_sessions_of_another_temperature_are_refused(service: Service, tmp_path:
         worker.stop()
 
 
-def test_a_worker_that_broke_says_so_when_its_health_is_asked_for(service: Service, tmp_path: Path) -> None:
+def test_a_failed_worker_reports_its_error_on_a_health_check(service: Service, tmp_path: Path) -> None:
     def none_left(number: int) -> Any:
         raise LookupError("there are no more tasks")
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from adapted import BROKEN, MEAN, Service
 
-from towline.tiny.registry import draw
+from support.trainers.adapter_service import BROKEN, MEAN, Service
+from towline.demo.registry import draw_instance
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(os.environ.get("VERIFIERS_PYTHON", ROOT / ".venv-verifiers/bin/python"))
 
 
 def test_episodes_are_sessions_and_branches_are_their_rows(service: Service, tmp_path: Path) -> None:
-    instances = [draw(Random(number)) for number in range(2)]
+    instances = [draw_instance(Random(number)) for number in range(2)]
     rows = [{"prompt": one.questions[0].text, "registry": one.to_json()} for one in instances]
     failing = {"evaluator": {"kind": "python", "function": BROKEN}, "max_attempts": 1}
     (tmp_path / "rows.json").write_text(json.dumps([*rows, {**rows[0], "towline_task": failing}]))
@@ -38,9 +38,11 @@ def test_episodes_are_sessions_and_branches_are_their_rows(service: Service, tmp
         "ROWS": str(tmp_path / "rows.json"),
         "TOWLINE_URL": service.client.url,
         "TOWLINE_TEMPLATE": str(tmp_path / "task.json"),
-        "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "examples/prime_rl", "tests/adapters")),
+        "PYTHONPATH": os.pathsep.join(
+            str(ROOT / name) for name in ("src", "examples/prime_rl", "tests/support/trainers")
+        ),
     }
-    command = [str(PYTHON), str(Path(__file__).with_name("verifiers_side.py")), str(tmp_path / "out.json")]
+    command = [str(PYTHON), str(ROOT / "tests/support/trainers/verifiers_side.py"), str(tmp_path / "out.json")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=400, cwd=tmp_path, env={**os.environ, **variables}
     )

@@ -8,19 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapted import BROKEN, Service, group_task
 from tensordict import TensorDict
-from trained import trajectory
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, compute_policy_loss
 
+from support.trainers.adapter_service import BROKEN, Service, group_task
+from support.trainers.trained_rows import trajectory
 from towline.errors import ConfigError
 from towline.schema import Trajectory
 from towline.trainers.advantages import group_advantages
-from towline.trainers.loss import LossSettings, policy_loss
+from towline.trainers.grpo.loss import LossSettings, padded_batches, policy_loss, training_rows
 from towline.trainers.packing import Dropped, ExtraTracesError, by_group, one_row
-from towline.trainers.rows import batches, rows_of
 from towline.trainers.verl import SessionFailed, TowlineAgentLoop, agent_loop_output, data_proto
 
 PAD = 0
@@ -55,7 +54,7 @@ def test_a_batch_holds_the_sessions_token_for_token(sessions: list[Trajectory]) 
     assert data.meta_info["temperature"] == 1.0
 
 
-def test_it_goes_through_verls_own_operations(sessions: list[Trajectory]) -> None:
+def test_a_batch_works_with_verls_own_operations(sessions: list[Trajectory]) -> None:
     data = proto(sessions)
     again = DataProto.concat(data.chunk(2))
     assert torch.equal(again.batch["input_ids"], data.batch["input_ids"])
@@ -63,7 +62,7 @@ def test_it_goes_through_verls_own_operations(sessions: list[Trajectory]) -> Non
     assert len(data.select_idxs([0, 3])) == 2
 
 
-def test_verls_advantages_are_our_own(sessions: list[Trajectory]) -> None:
+def test_verls_advantages_match_ours(sessions: list[Trajectory]) -> None:
     data = proto(sessions)
     given = (data.batch["token_level_scores"], data.batch["response_mask"], data.non_tensor_batch["uid"])
     mask = data.batch["response_mask"]
@@ -82,7 +81,7 @@ def test_verls_advantages_are_our_own(sessions: list[Trajectory]) -> None:
     assert torch.allclose(scaled, expected, atol=5e-3)
 
 
-def test_verls_policy_loss_is_our_own_and_keeps_to_the_mask(sessions: list[Trajectory]) -> None:
+def test_verls_policy_loss_matches_ours_and_respects_the_mask(sessions: list[Trajectory]) -> None:
     data = proto(sessions)
     mask, recorded = data.batch["response_mask"], data.batch["rollout_log_probs"]
     given = (data.batch["token_level_scores"], mask, data.non_tensor_batch["uid"])
@@ -98,11 +97,11 @@ def test_verls_policy_loss_is_our_own_and_keeps_to_the_mask(sessions: list[Traje
     assert (now.grad[mask == 0] == 0).all()
     assert (now.grad[mask == 1] != 0).any()
 
-    rows = rows_of(sessions, group_advantages(by_group(sessions), scale="none"))
+    rows = training_rows(sessions, group_advantages(by_group(sessions), scale="none"))
     place = {one.session_id: number for number, one in enumerate(sessions)}
     ours = torch.tensor(0.0)
     for row in rows:
-        (batch,) = batches([row], 10**9)
+        (batch,) = padded_batches([row], 10**9)
         (number,) = (place[row.session],)
         new = now.detach()[number][mask[number] == 1]
         before = recorded[number][mask[number] == 1]
@@ -113,7 +112,7 @@ def test_verls_policy_loss_is_our_own_and_keeps_to_the_mask(sessions: list[Traje
     assert loss.item() == pytest.approx(ours.item(), rel=1e-4, abs=1e-3)
 
 
-def test_what_verl_would_take_for_a_sample_of_its_own_is_left_out_and_counted() -> None:
+def test_rows_that_verl_would_misread_are_excluded_and_counted() -> None:
     sessions = [
         trajectory("a", 1.0, group="one"),
         trajectory("b", 0.0, group="one"),
@@ -126,7 +125,7 @@ def test_what_verl_would_take_for_a_sample_of_its_own_is_left_out_and_counted() 
     data = data_proto(by_group(sessions), pad_token_id=PAD, dropped=dropped)
     assert data.non_tensor_batch["session_id"].tolist() == ["a", "b"]
     assert (dropped.unscored, dropped.small_groups) == (2, 1)
-    with pytest.raises(ConfigError, match="none of the groups has two scored sessions"):
+    with pytest.raises(ConfigError, match="no group has two scored sessions"):
         proto(sessions[3:])
 
 
@@ -140,12 +139,12 @@ def test_a_session_with_several_traces_is_one_row_or_an_error() -> None:
     assert (dropped.traces, dropped.tokens) == (2, 8)
 
 
-def test_rows_are_padded_and_never_cut() -> None:
+def test_rows_are_padded_and_never_truncated() -> None:
     sessions = [trajectory("a", 1.0), trajectory("b", 0.0)]
     data = proto(sessions, prompt_length=5, response_length=6)
     assert data.batch["prompts"].shape == (2, 5)
     assert data.batch["attention_mask"][0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0]
-    with pytest.raises(ConfigError, match="a response has 4 tokens and response_length is 3"):
+    with pytest.raises(ConfigError, match="a response has 4 tokens, but response_length is 3"):
         proto(sessions, response_length=3)
 
 

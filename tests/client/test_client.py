@@ -1,4 +1,4 @@
-"""The client against a stand-in of the service: what it sends, what it makes of answers, and what it does about faults."""
+"""The client against a stand-in of the service: requests, responses, and faults."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from standin_service import StandIn, make_trajectory, serving
 
 import towline
+from support.client.stand_in_service import StandIn, make_trajectory, serving
 from towline.client import (
     AsyncClient,
     BadAnswer,
@@ -54,7 +54,7 @@ def client(url: str) -> Iterator[Client]:
         yield made
 
 
-def test_a_task_is_submitted_once_and_its_rows_come_as_arrays(service: StandIn, client: Client) -> None:
+def test_submit_is_idempotent_and_rows_are_arrays(service: StandIn, client: Client) -> None:
     first = client.submit(TASK)
     again = client.submit(dict(reversed(TASK.items())))
     assert (first.task_id, first.created, first.sessions) == (again.task_id, True, 2)
@@ -86,7 +86,7 @@ def test_a_task_is_submitted_once_and_its_rows_come_as_arrays(service: StandIn, 
     assert client.session(f"{first.task_id}-0").task_id == first.task_id
 
 
-def test_what_is_acknowledged_never_comes_again_and_what_is_not_does(service: StandIn, client: Client) -> None:
+def test_only_unacknowledged_results_are_delivered_again(service: StandIn, client: Client) -> None:
     client.submit({**TASK, "num_samples": 5})
     first = [one.result_id for one in client.lease("a", max=3, lease=0.05).results]
     done = client.ack("a", [first[0], "unheard-of"])
@@ -107,7 +107,7 @@ def test_what_is_acknowledged_never_comes_again_and_what_is_not_does(service: St
     assert ("c", two.result_id) not in service.acked
 
 
-def test_a_loop_is_not_handed_what_it_no_longer_holds(client: Client) -> None:
+def test_loop_skips_results_whose_lease_expired(client: Client) -> None:
     client.submit({**TASK, "num_samples": 3})
     slow = client.results("slow", max=3, limit=3, lease=0.3)
     first = next(slow)
@@ -139,7 +139,7 @@ def test_stale_results_are_dropped_and_counted_or_flagged(service: StandIn, clie
 
 
 @pytest.mark.parametrize("fault", ["429", "503", "502", "hang up", "answer, then hang up"])
-def test_a_call_that_fails_in_passing_is_made_again(service: StandIn, client: Client, fault: str) -> None:
+def test_transient_failures_are_retried(service: StandIn, client: Client, fault: str) -> None:
     service.faults = [fault, fault]
     accepted = client.submit({**TASK, "task_id": "once"})
     assert accepted.sessions == 2
@@ -152,7 +152,7 @@ def test_a_call_that_fails_in_passing_is_made_again(service: StandIn, client: Cl
     assert client.ack("a", [one.result_id]).acked == [one.result_id]
 
 
-def test_refusals_are_typed_and_say_what_is_wrong(service: StandIn, client: Client, url: str) -> None:
+def test_errors_are_typed_and_name_the_field(service: StandIn, client: Client, url: str) -> None:
     with pytest.raises(InvalidRequest, match="min_samples") as invalid:
         client.submit({**TASK, "min_samples": 9})
     with pytest.raises(InvalidRequest, match="num_samples") as invalid:
@@ -186,7 +186,7 @@ def test_refusals_are_typed_and_say_what_is_wrong(service: StandIn, client: Clie
         Client("localhost:80")
 
 
-def test_an_answer_of_something_else_is_not_taken_for_one(service: StandIn, client: Client) -> None:
+def test_foreign_responses_are_bad_answers(service: StandIn, client: Client) -> None:
     service.status = lambda task_id: {"task": task_id}  # type: ignore[method-assign, assignment, return-value]
     client.submit({**TASK, "task_id": "t"})
     with pytest.raises(BadAnswer, match="contract"):
@@ -196,7 +196,7 @@ def test_an_answer_of_something_else_is_not_taken_for_one(service: StandIn, clie
         client.trajectory("t-0")
 
 
-def test_waiting_ends_when_time_is_up(service: StandIn, client: Client) -> None:
+def test_wait_times_out(service: StandIn, client: Client) -> None:
     service.at_once = False
     client.submit({**TASK, "task_id": "t"})
     with pytest.raises(WaitTimeout, match="still running"):
@@ -208,7 +208,7 @@ def test_waiting_ends_when_time_is_up(service: StandIn, client: Client) -> None:
     assert client.cancel("t").state is TaskState.CANCELLED
 
 
-def test_events_go_on_where_a_broken_stream_ended(service: StandIn, client: Client) -> None:
+def test_events_resume_after_a_broken_stream(service: StandIn, client: Client) -> None:
     service.faults = ["hang up after event"]
     service.tell("policy", {"n": 0})
     seen = []
@@ -223,7 +223,7 @@ def test_events_go_on_where_a_broken_stream_ended(service: StandIn, client: Clie
     assert next(client.events(after=3)).body == {"n": 3}
 
 
-def test_one_client_serves_many_threads_and_a_running_loop(service: StandIn, client: Client) -> None:
+def test_client_is_shared_by_threads_and_a_running_loop(service: StandIn, client: Client) -> None:
     with ThreadPoolExecutor(8) as threads:
         made = list(threads.map(lambda n: client.submit({**TASK, "task_id": f"t{n}"}).created, range(32)))
     assert all(made)
@@ -249,14 +249,14 @@ print(len(client.tasks()))
 """
 
 
-def test_a_forked_process_does_not_speak_on_its_parents_connections(service: StandIn, url: str) -> None:
+def test_forked_process_opens_its_own_connections(service: StandIn, url: str) -> None:
     # In a process without the threads of this one, any of which may hold a lock that a child would wait for.
     command = [sys.executable, "-c", _FORKS, url, json.dumps(TASK)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout.split(), done.stderr) == (["2", "2"], "")
 
 
-async def test_the_asynchronous_client_does_the_same(service: StandIn, url: str) -> None:
+async def test_async_client_behaves_the_same(service: StandIn, url: str) -> None:
     async with AsyncClient(url, patience=20) as client:
         service.faults = ["429", "hang up"]
         accepted = await client.submit([{**TASK, "task_id": f"t{n}"} for n in range(3)])
@@ -276,7 +276,7 @@ async def test_the_asynchronous_client_does_the_same(service: StandIn, url: str)
         assert (await client.health())["status"] == "ok"
 
 
-def test_the_environment_says_where_the_service_is(url: str, service: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_and_key_from_the_environment(url: str, service: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     service.key = "from-the-environment"
     monkeypatch.setenv("TOWLINE_URL", url + "/")
     monkeypatch.setenv("TOWLINE_KEY", "from-the-environment")

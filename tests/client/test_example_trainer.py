@@ -1,4 +1,4 @@
-"""The example trainer, killed again and again: its checkpoint holds every session exactly once."""
+"""The example trainer, killed repeatedly: its checkpoint has every session exactly once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from standin_service import StandIn, serving
+from support.client.stand_in_service import StandIn, serving
 
 SCRIPT = Path(__file__).parents[2] / "examples/trainer/train.py"
 PATIENCE = 120
 """Seconds that anything here may take."""
 
 
-def test_a_trainer_that_is_killed_uses_every_session_exactly_once(tmp_path: Path) -> None:
+def test_killed_trainer_uses_every_session_exactly_once(tmp_path: Path) -> None:
     assert len(SCRIPT.read_text().splitlines()) < 40
     checkpoint = tmp_path / "checkpoint.json"
     service = StandIn(at_once=False)

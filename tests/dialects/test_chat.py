@@ -13,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.dialects.mutation import DEEP, json_values, mutants
 from towline.conversation import Hints, Media, Message, Request, Sampling, Tool, ToolCall
 from towline.dialects import chat
-from towline.dialects.base import Call, Known
+from towline.dialects.base import DialectCall, ReadCache
 from towline.dialects.chat import ChatDialect
 from towline.dialects.hints import read_hints
 from towline.errors import BadRequest
@@ -26,9 +27,11 @@ PNG_URL = "data:image/png;base64," + b64encode(PNG).decode()
 USER = {"role": "user", "content": "hi"}
 
 
-def read(known: Known | None = None, headers: dict[str, str] | None = None, **fields: Any) -> tuple[Request, Known]:
+def read(
+    known: ReadCache | None = None, headers: dict[str, str] | None = None, **fields: Any
+) -> tuple[Request, ReadCache]:
     body = {"model": "m", "messages": [USER], **fields}
-    return DIALECT.read(Call("generate", body, headers or {}), known or Known())
+    return DIALECT.read(DialectCall("generate", body, headers or {}), known or ReadCache())
 
 
 def message(**item: Any) -> Message:
@@ -287,7 +290,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("item", "suffix"), BAD_MESSAGES)
-def test_faults_of_a_message_are_named_by_their_path(item: Any, suffix: str) -> None:
+def test_invalid_fields_of_a_message_are_named(item: Any, suffix: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read(messages=[USER, item])
     assert caught.value.param == f"messages[1]{suffix}"
@@ -295,9 +298,6 @@ def test_faults_of_a_message_are_named_by_their_path(item: Any, suffix: str) -> 
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
-DEEP: Any = None
-for _ in range(150):
-    DEEP = {"a": DEEP}
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ for _ in range(150):
         ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call.name"),
     ],
 )
-def test_faults_of_parameters_are_named_by_their_path(fields: dict[str, Any], param: str) -> None:
+def test_invalid_parameters_are_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read(**fields)
     assert caught.value.param == param
@@ -407,7 +407,7 @@ def test_a_repeated_history_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert after.starts == list(range(402))
     # The strings of the first request are kept, not a second copy of each.
     assert all(mine is yours for mine, yours in zip(after.items, known.items, strict=False))
-    # What is known does not change with a request that somebody rearranges.
+    # Reordering the messages of a request does not change the cache.
     second.messages.reverse()
     assert after.messages[401] == Message("user", "more")
 
@@ -421,7 +421,7 @@ def test_a_repeated_history_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert third.tools == ()
 
 
-def test_equal_to_python_is_not_equal_on_the_wire() -> None:
+def test_values_equal_in_python_differ_on_the_wire() -> None:
     def call(value: Any) -> list[dict[str, Any]]:
         return [USER, {"role": "assistant", "tool_calls": [function("f", {"flag": value})]}, USER]
 
@@ -504,45 +504,13 @@ RICH: dict[str, Any] = {
     "user": "u",
 }
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-values = st.one_of(
-    st.sampled_from([0, 1, 1.0, True, False, "", [], {}, "function", "custom", 2**70, -(2**63), 10**400, DEEP, [DEEP]]),
-    st.recursive(
-        scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
-)
+values = json_values("function", "custom")
 
 
-def slots(value: Any, levels: int = 12) -> list[tuple[Any, Any]]:
-    """The places of a JSON value, as a container and a key. Deep values are not made deeper still."""
-    if not levels or not isinstance(value, dict | list):
-        return []
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return [slot for key, inner in pairs for slot in [(value, key), *slots(inner, levels - 1)]]
-
-
-@st.composite
-def mutants(draw: st.DrawFn, base: dict[str, Any]) -> dict[str, Any]:
-    body = copy.deepcopy(base)
-    for _ in range(draw(st.integers(1, 3))):
-        container, key = draw(st.sampled_from(slots(body)))
-        action = draw(st.sampled_from(["replace", "delete", "repeat"]))
-        if action == "replace":
-            # Shared values would be nested into each other by the next mutation.
-            container[key] = copy.deepcopy(draw(values))
-        elif action == "delete":
-            del container[key]
-        elif isinstance(container, list):
-            container.insert(key, copy.deepcopy(container[key]))
-        if not slots(body):
-            break
-    return body
-
-
-def outcome(body: dict[str, Any], known: Known) -> tuple[str, Known]:
-    """What reading a body comes to, in words that tell `True` from `1`."""
+def outcome(body: dict[str, Any], known: ReadCache) -> tuple[str, ReadCache]:
+    """The outcome of reading a body, as text that tells `True` from `1`."""
     try:
-        request, after = DIALECT.read(Call("generate", body), known)
+        request, after = DIALECT.read(DialectCall("generate", body), known)
     except BadRequest as refusal:
         error = orjson.loads(DIALECT.error(refusal).body)["error"]
         return f"{error.pop('param')!s}: {error}", known
@@ -552,19 +520,19 @@ def outcome(body: dict[str, Any], known: Known) -> tuple[str, Known]:
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
 @given(st.data())
-def test_any_body_is_read_or_refused_and_what_is_known_changes_nothing(data: st.DataObject) -> None:
-    first = data.draw(mutants(RICH))
-    _, known = outcome(first, Known())
-    second = data.draw(mutants(first) if slots(first) else st.just(first))
+def test_any_body_is_read_or_refused_and_the_cache_changes_nothing(data: st.DataObject) -> None:
+    first = data.draw(mutants(RICH, values))
+    _, known = outcome(first, ReadCache())
+    second = data.draw(mutants(first, values))
     found = outcome(second, known)[0]
-    assert found == outcome(second, Known())[0]
+    assert found == outcome(second, ReadCache())[0]
     assert not found.startswith("None:"), "a refusal names its field"
 
 
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*RICH, "x"]), values))
 def test_bodies_of_any_shape_are_refused_by_name(body: dict[str, Any]) -> None:
-    outcome(body, Known())
+    outcome(body, ReadCache())
     for whole in ([], None, "text", 5):
         with pytest.raises(BadRequest):
-            DIALECT.read(Call("generate", whole), Known())  # type: ignore[arg-type]
+            DIALECT.read(DialectCall("generate", whole), ReadCache())  # type: ignore[arg-type]

@@ -17,10 +17,10 @@ from openai.types.chat import (
 
 from towline.config import SamplingSettings
 from towline.conversation import Message, Request
-from towline.dialects import chat_parameters
-from towline.dialects.base import Call, Known
+from towline.dialects.base import DialectCall, ReadCache
 from towline.dialects.chat import ChatDialect
-from towline.dialects.chat_messages import ROLES
+from towline.dialects.chat import parameters as chat_parameters
+from towline.dialects.chat.items import ROLES
 from towline.errors import BadRequest
 from towline.gateway import sampling
 
@@ -60,7 +60,7 @@ FIELDS: dict[str, Any] = {
 
 def read(**fields: Any) -> Request:
     body = {"model": "m", "messages": [USER], **fields}
-    return ChatDialect().read(Call("generate", body), Known())[0]
+    return ChatDialect().read(DialectCall("generate", body), ReadCache())[0]
 
 
 def documented(section: str) -> dict[str, str]:
@@ -84,10 +84,10 @@ def _literals(hint: Any) -> Iterator[str]:
 
 def recorded(request: Request) -> set[str]:
     """What a trained turn's record says is not followed."""
-    return set(sampling.distribution(SamplingSettings(mode="harness"), request)[3])
+    return set(sampling.sampling_parameters(SamplingSettings(mode="harness"), request)[3])
 
 
-def test_the_docs_say_what_becomes_of_every_field() -> None:
+def test_the_docs_cover_every_field() -> None:
     verdicts = documented("Fields")
     theirs = completion_create_params.CompletionCreateParamsBase.__annotations__.keys() | {"stream"}
     assert verdicts.keys() == theirs | chat_parameters._UNDERSTOOD | {"top_logprobs"}
@@ -106,7 +106,7 @@ def test_the_docs_say_what_becomes_of_every_field() -> None:
     assert read(whatever=1).ignored == ("whatever",)
 
 
-def test_the_docs_say_what_becomes_of_every_role_and_field_of_a_message() -> None:
+def test_the_docs_cover_every_role_and_field_of_a_message() -> None:
     assert documented("Roles").keys() == ROLES.keys()
     for role in documented("Roles"):
         (message,) = read(messages=[{"role": role, "content": "x", "name": "f", "tool_call_id": "c"}]).messages
@@ -126,7 +126,7 @@ def test_the_docs_say_what_becomes_of_every_role_and_field_of_a_message() -> Non
         assert (messages[0] != messages[1]) == (verdict == "used"), name
 
 
-def test_the_docs_say_what_becomes_of_every_part() -> None:
+def test_the_docs_cover_every_part() -> None:
     url = f"data:image/png;base64,{DATA}"
     examples: dict[str, Any] = {
         **{kind: {"url": url} for kind in ("image_url", "audio_url", "video_url")},
@@ -150,7 +150,7 @@ def test_the_docs_say_what_becomes_of_every_part() -> None:
             read(messages=[{"role": "user", "content": [part]}])
 
 
-def test_the_docs_say_what_becomes_of_every_type_of_tool() -> None:
+def test_the_docs_cover_every_type_of_tool() -> None:
     examples = {"function": TOOL, "custom": {"type": "custom", "custom": {"name": "p"}}}
     verdicts = documented("Types of `tools`")
     assert verdicts.keys() == kinds(ChatCompletionToolUnionParam) == examples.keys()

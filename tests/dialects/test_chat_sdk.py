@@ -1,4 +1,4 @@
-"""What the official OpenAI client makes of our answers: the same as what the model said, and back again.
+"""What the official OpenAI client makes of our answers: the model's reply, and back again.
 
 The client runs as it is; only its transport is replaced by a function that reads the request and writes the answer with
 the dialect. So requests are what the client really sends, and answers are read by its own models.
@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towline.conversation import Answer, Finish, Reply, Request, TokenLogprob, ToolCall, Usage
-from towline.dialects.base import Call, Known, Response
+from towline.dialects.base import DialectCall, ReadCache, Response
 from towline.dialects.chat import ChatDialect
-from towline.dialects.sse import dump, dump_arguments, event, pieces
+from towline.dialects.wire import dump, dump_arguments, event, pieces
 from towline.errors import ApiError, ErrorKind
-from towline.tokens import fingerprint
+from towline.tokens.graph import fingerprint
 
 DIALECT = ChatDialect()
 USAGE = Usage(prompt=11, sampled=7, cached=5, reasoning=3)
@@ -44,7 +44,7 @@ def http(response: Response) -> httpx2.Response:
 
 def read(request: httpx2.Request) -> Request:
     headers = {name.lower(): value for name, value in request.headers.items()}
-    return DIALECT.read(Call("generate", orjson.loads(request.content), headers), Known())[0]
+    return DIALECT.read(DialectCall("generate", orjson.loads(request.content), headers), ReadCache())[0]
 
 
 def gateway(*replies: Reply, tokens: list[TokenLogprob] | None = None) -> openai.OpenAI:
@@ -127,7 +127,7 @@ replies = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(replies, min_size=1, max_size=3))
-def test_the_client_reads_whole_and_streamed_answers_as_said_and_sends_them_back(spoken: list[Reply]) -> None:
+def test_the_client_reads_complete_and_streamed_answers_and_sends_them_back(spoken: list[Reply]) -> None:
     sdk = gateway(*spoken)
     completion = sdk.chat.completions.create(**ASK, n=len(spoken))
     assert (completion.id, completion.created, completion.model) == ("chatcmpl-abc1", 1700000000, "org/model")
@@ -147,7 +147,7 @@ def test_the_client_reads_whole_and_streamed_answers_as_said_and_sends_them_back
         for choice, reply in zip(answer.choices, spoken, strict=True):
             for history in (choice.message.model_dump(), choice.message.model_dump(exclude_none=True)):
                 body = orjson.loads(orjson.dumps({**ASK, "messages": [*ASK["messages"], history]}))
-                echoed = DIALECT.read(Call("generate", body), Known())[0].messages[-1]
+                echoed = DIALECT.read(DialectCall("generate", body), ReadCache())[0].messages[-1]
                 assert echoed == reply.as_message()
                 assert fingerprint.of(echoed) == fingerprint.of(reply.as_message())
 
@@ -233,7 +233,7 @@ def test_errors_as_the_client_sees_them(
     assert [request.hints.retry for request in requests] == [False, True][:attempts]
 
 
-def test_waits_are_told_in_whole_seconds_and_in_milliseconds() -> None:
+def test_retry_after_is_in_whole_seconds_and_milliseconds() -> None:
     def waits(error: ApiError) -> tuple[str | None, str | None]:
         headers = DIALECT.error(error).headers
         return headers.get("retry-after"), headers.get("retry-after-ms")
@@ -270,7 +270,7 @@ def test_models() -> None:
 
 @settings(deadline=None)
 @given(st.text() | st.text("ab \r\n\x0b\x85\u2028\u2029"))
-def test_events_are_one_line_to_any_reader_and_pieces_make_the_whole(text: str) -> None:
+def test_events_are_one_line_and_pieces_join_to_the_text(text: str) -> None:
     lines = event({"text": text}, "delta").decode().splitlines()
     assert lines[0] == "event: delta"
     assert orjson.loads(lines[1].removeprefix("data: ")) == {"text": text}
@@ -279,6 +279,6 @@ def test_events_are_one_line_to_any_reader_and_pieces_make_the_whole(text: str) 
     assert all(pieces(text, most=3, least=5))
 
 
-def test_what_orjson_cannot_write_is_written() -> None:
+def test_values_that_orjson_cannot_serialize_are_written() -> None:
     value = {"a": 10**30, "b": "\ud800"}
     assert dump(value) == b'{"a":1000000000000000000000000000000,"b":"\\ud800"}'

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 import pytest
-from google_wire import (
-    DEEP,
+
+from support.dialects.google_wire import (
     DIALECT,
     INLINE,
     MODEL,
@@ -27,10 +27,10 @@ from google_wire import (
     tool,
     user,
 )
-
+from support.dialects.mutation import DEEP
 from towline.conversation import Hints, Media, Message, Request, Sampling, Tool, ToolCall
-from towline.dialects.base import Call, Known
-from towline.dialects.sealed import seal
+from towline.dialects.base import DialectCall, ReadCache
+from towline.dialects.wire import seal
 from towline.errors import BadRequest
 
 
@@ -215,7 +215,7 @@ FIRST, SECOND, THIRD = "google00000000", "google00000001", "google00000002"
         ),
     ],
 )
-def test_turns_of_several_contents_and_responses_to_their_calls(contents: list[Any], expected: list[Message]) -> None:
+def test_turns_of_several_contents_and_their_function_responses(contents: list[Any], expected: list[Message]) -> None:
     found = messages(*contents)
     assert found[-len(expected) :] == expected
     assert len(found) - len(expected) <= 1, "beside them at most the turn that is answered"
@@ -401,7 +401,7 @@ def test_thinking(thinking: dict[str, Any], arguments: dict[str, Any], recorded:
         ),
     ],
 )
-def test_schemas_are_read_as_the_json_schema_that_they_mean(schema: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_schemas_are_converted_to_json_schema(schema: dict[str, Any], expected: dict[str, Any]) -> None:
     (found,) = read(tools=[{"functionDeclarations": [{"name": "f", "parameters": schema}]}])[0].tools
     assert found.parameters == expected
     assert list(found.parameters.get("properties", ())) == list(expected.get("properties", ()))
@@ -439,8 +439,8 @@ def test_a_count_of_tokens_reads_the_request_inside() -> None:
         "tools": [{"functionDeclarations": [{"name": "f"}]}],
     }
     for body in (inner, {"generateContentRequest": inner}, {"generate_content_request": inner}):
-        call = Call("count_tokens", body, {}, {}, {"model": MODEL})
-        request, known = DIALECT.read(call, Known())
+        call = DialectCall("count_tokens", body, {}, {}, {"model": MODEL})
+        request, known = DIALECT.read(call, ReadCache())
         assert request.messages == [Message("system", "s"), Message("user", "hi")]
         assert (request.tools, request.ignored) == ((Tool("f"),), ())
         assert DIALECT.items(body) == known.items
@@ -487,7 +487,7 @@ BAD_CONTENTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("item", "suffix"), BAD_CONTENTS)
-def test_faults_of_a_content_are_named_by_their_path(item: Any, suffix: str) -> None:
+def test_invalid_fields_of_a_content_are_named(item: Any, suffix: str) -> None:
     for system in ({}, {"systemInstruction": "s"}):
         with pytest.raises(BadRequest) as caught:
             read(contents=[USER, item], **system)
@@ -568,7 +568,7 @@ def test_faults_of_a_content_are_named_by_their_path(item: Any, suffix: str) -> 
         ),
     ],
 )
-def test_faults_of_parameters_are_named_by_their_path(fields: dict[str, Any], param: str) -> None:
+def test_invalid_parameters_are_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read(**fields)
     assert caught.value.param == param

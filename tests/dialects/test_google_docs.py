@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from google.genai import models, types
-from google_wire import INLINE, USER, messages, model, read, result, text, user
 
+from support.dialects.google_wire import INLINE, USER, messages, model, read, result, text, user
 from towline.conversation import Message, Request
 from towline.errors import BadRequest
 
@@ -46,7 +46,7 @@ def recorded(request: Request, name: str) -> bool:
     return name in request.ignored
 
 
-def test_the_docs_say_what_becomes_of_every_field() -> None:
+def test_the_docs_cover_every_field() -> None:
     verdicts = documented("Fields")
     assert verdicts.keys() >= written("GenerateContentConfig", "parent_object")
     examples: dict[str, Any] = {
@@ -64,7 +64,7 @@ def test_the_docs_say_what_becomes_of_every_field() -> None:
     assert read(toolConfig=examples["toolConfig"])[0].tool_choice == "none"
 
 
-def test_the_docs_say_what_becomes_of_every_field_of_the_generation_config() -> None:
+def test_the_docs_cover_every_field_of_the_generation_config() -> None:
     verdicts = documented("Fields of `generationConfig`")
     assert verdicts.keys() == fields_of(types.GenerationConfig) | written("GenerateContentConfig")
     examples: dict[str, Any] = {
@@ -92,7 +92,7 @@ def test_the_docs_say_what_becomes_of_every_field_of_the_generation_config() -> 
         assert bool(request.wire or request.template_args) == (verdicts[name] == "used")
 
 
-def test_the_docs_say_what_becomes_of_every_kind_of_tool() -> None:
+def test_the_docs_cover_every_kind_of_tool() -> None:
     verdicts = documented("Kinds of `tools`")
     assert verdicts.keys() == fields_of(types.Tool)
     for name, verdict in verdicts.items():
@@ -118,7 +118,7 @@ def test_the_docs_say_what_becomes_of_every_kind_of_tool() -> None:
         assert verdicts[name] == "ignored"
 
 
-def test_the_docs_say_what_becomes_of_every_part() -> None:
+def test_the_docs_cover_every_part() -> None:
     verdicts = documented("Fields of a part")
     assert verdicts.keys() == fields_of(types.Part)
     examples: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Histories on Google's wire: read once, read the same however a harness tells them, and refused only by name."""
+"""Histories on Google's wire: read once, the same however a harness formats them, and refused by field name only."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 import orjson
 import pytest
-from google_wire import DEEP, DIALECT, INLINE, MODEL, USER, call, model, read, result, text, tool, user
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.dialects.google_wire import DIALECT, INLINE, MODEL, USER, call, model, read, result, text, tool, user
+from support.dialects.mutation import json_values, mutants
 from towline.conversation import Answer, Message, Reply, Request, ToolCall, Usage
-from towline.dialects.base import Call, Known
-from towline.dialects.google_items import Contents
-from towline.dialects.sealed import seal
+from towline.dialects.base import DialectCall, ReadCache
+from towline.dialects.google.items import ContentsReader
+from towline.dialects.wire import seal
 from towline.errors import BadRequest
-from towline.tokens import fingerprint
-from towline.tokens.settle import settle
+from towline.tokens.graph import fingerprint
+from towline.tokens.graph.tool_results import order_tool_results
 
 
 def history(turns: int) -> list[dict[str, Any]]:
@@ -32,13 +33,13 @@ def history(turns: int) -> list[dict[str, Any]]:
 
 def test_a_repeated_history_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
-    original = Contents.read
+    original = ContentsReader.read
 
-    def count(self: Contents, item: Any, index: int, where: str) -> None:
+    def count(self: ContentsReader, item: Any, index: int, where: str) -> None:
         reads.append(where)
         original(self, item, index, where)
 
-    monkeypatch.setattr(Contents, "read", count)
+    monkeypatch.setattr(ContentsReader, "read", count)
     tools = [{"functionDeclarations": [{"name": "f"}], "googleSearch": {}}]
     first, known = read(contents=history(200), tools=tools, systemInstruction="s")
     assert len(reads) == 601
@@ -56,7 +57,7 @@ def test_a_repeated_history_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert second.ignored == first.ignored == ("tools[0]:googleSearch",)
     # The strings of the first request are kept, not a second copy of each.
     assert all(mine is yours for mine, yours in zip(after.items, known.items, strict=False))
-    # What is known does not change with a request that somebody rearranges.
+    # Reordering the messages of a request does not change the cache.
     second.messages.reverse()
     assert after.messages[-1] == Message("user", "more")
 
@@ -75,7 +76,7 @@ def test_a_repeated_history_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fourth.messages[0] == Message("system", "other")
 
 
-def test_a_turn_that_goes_on_or_is_cut_is_read_anew() -> None:
+def test_a_turn_that_continues_or_is_cut_is_read_again() -> None:
     pieces = [USER, model(text("a")), model(text("b")), model(text("c"))]
     whole, known = read(contents=pieces)
     assert whole.messages[1] == Message("assistant", "abc")
@@ -89,7 +90,7 @@ def test_a_turn_that_goes_on_or_is_cut_is_read_anew() -> None:
     assert followed.messages[1:] == [Message("assistant", "abc"), tool("1", "")]
 
 
-def test_equal_to_python_is_not_equal_on_the_wire() -> None:
+def test_values_equal_in_python_differ_on_the_wire() -> None:
     def said(value: Any) -> list[dict[str, Any]]:
         return [USER, model(call(args={"flag": value})), user(result(response={"flag": value})), USER]
 
@@ -110,14 +111,14 @@ def test_equal_to_python_is_not_equal_on_the_wire() -> None:
     assert read(known, tools=tools[1])[0].tools[0].parameters["default"] is not True
 
 
-def test_no_content_is_taken_for_the_system_instruction() -> None:
+def test_no_content_is_mistaken_for_the_system_instruction() -> None:
     _, known = read(systemInstruction="s")
     for forged in ({"systemInstruction": "s"}, ["systemInstruction", "s"]):
         with pytest.raises(BadRequest):
             read(known, contents=[forged, USER])
 
 
-# The same conversation, however it is told.
+# The same conversation in different forms.
 
 identifiers = st.text("abcdefgh", min_size=1, max_size=3)
 arguments = st.dictionaries(
@@ -242,16 +243,16 @@ class Harness:
 
 @settings(max_examples=200, deadline=None)
 @given(conversations, st.integers(0, 2**32))
-def test_a_conversation_reads_the_same_however_it_is_told(turns: list[tuple[Reply, str]], seed: int) -> None:
+def test_a_conversation_reads_the_same_in_any_form(turns: list[tuple[Reply, str]], seed: int) -> None:
     """In every style, and request by request as it grows: what is known changes nothing, and each reply comes back as one
-    message with the fingerprint of what was said."""
+    message with the fingerprint of the reply."""
     harness = Harness(seed)
-    known = Known()
+    known = ReadCache()
     for length in range(1, len(turns) + 1):
         contents = Harness(seed).contents(turns[:length])
         request, known = read(known, contents=contents)
         assert request.messages == read(contents=contents)[0].messages
-    settle(request.messages)
+    order_tool_results(request.messages)
     wanted = expected(turns)
     assert [message.role for message in request.messages] == [message.role for message in wanted]
     for found, said in zip(request.messages, wanted, strict=True):
@@ -320,60 +321,16 @@ RICH: dict[str, Any] = {
     "cachedContent": "c",
 }
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-values = st.one_of(
-    st.sampled_from(
-        [0, 1, 1.0, True, False, "", [], {}, "user", "model", "f", "a", 2**70, -(2**63), 10**400, DEEP, [DEEP]]
-    ),
-    st.sampled_from(
-        [
-            text("x"),
-            call("f", "a"),
-            call("f", None),
-            result("f", None),
-            result("g", "b"),
-            INLINE,
-            USER,
-            model(),
-            "systemInstruction",
-        ]
-    ),
-    st.recursive(
-        scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
+values = json_values(
+    *("user", "model", "f", "a", "systemInstruction", text("x"), call("f", "a"), call("f", None)),
+    *(result("f", None), result("g", "b"), INLINE, USER, model()),
 )
 
 
-def slots(value: Any, levels: int = 12) -> list[tuple[Any, Any]]:
-    """The places of a JSON value, as a container and a key. Deep values are not made deeper still."""
-    if not levels or not isinstance(value, dict | list):
-        return []
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return [slot for key, inner in pairs for slot in [(value, key), *slots(inner, levels - 1)]]
-
-
-@st.composite
-def mutants(draw: st.DrawFn, base: dict[str, Any]) -> dict[str, Any]:
-    body = copy.deepcopy(base)
-    for _ in range(draw(st.integers(1, 3))):
-        container, key = draw(st.sampled_from(slots(body)))
-        action = draw(st.sampled_from(["replace", "delete", "repeat"]))
-        if action == "replace":
-            # Shared values would be nested into each other by the next mutation.
-            container[key] = copy.deepcopy(draw(values))
-        elif action == "delete":
-            del container[key]
-        elif isinstance(container, list):
-            container.insert(key, copy.deepcopy(container[key]))
-        if not slots(body):
-            break
-    return body
-
-
-def outcome(body: Any, known: Known) -> tuple[str, Known]:
-    """What reading a body comes to, in words that tell `True` from `1`."""
+def outcome(body: Any, known: ReadCache) -> tuple[str, ReadCache]:
+    """The outcome of reading a body, as text that tells `True` from `1`."""
     try:
-        request, after = DIALECT.read(Call("generate", body, {}, {}, {"model": MODEL}), known)
+        request, after = DIALECT.read(DialectCall("generate", body, {}, {}, {"model": MODEL}), known)
     except BadRequest as refusal:
         error = orjson.loads(DIALECT.error(refusal).body)["error"]
         assert (error["code"], error["status"]) == (400, "INVALID_ARGUMENT")
@@ -387,12 +344,12 @@ def outcome(body: Any, known: Known) -> tuple[str, Known]:
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
 @given(st.data())
-def test_any_body_is_read_or_refused_and_what_is_known_changes_nothing(data: st.DataObject) -> None:
-    first = data.draw(mutants(RICH))
-    _, known = outcome(first, Known())
-    second = data.draw(mutants(first) if slots(first) else st.just(first))
+def test_any_body_is_read_or_refused_and_the_cache_changes_nothing(data: st.DataObject) -> None:
+    first = data.draw(mutants(RICH, values))
+    _, known = outcome(first, ReadCache())
+    second = data.draw(mutants(first, values))
     found = outcome(second, known)[0]
-    assert found == outcome(second, Known())[0]
+    assert found == outcome(second, ReadCache())[0]
     assert not found.startswith("refused: None"), "a refusal names its field"
 
 
@@ -400,16 +357,16 @@ def test_any_body_is_read_or_refused_and_what_is_known_changes_nothing(data: st.
 @given(
     st.lists(st.sampled_from(RICH["contents"]) | values, max_size=5), st.lists(values, max_size=2), st.integers(0, 5)
 )
-def test_any_history_may_be_cut_and_go_on_otherwise(first: list[Any], rest: list[Any], cut: int) -> None:
-    _, known = outcome({"contents": first}, Known())
+def test_any_history_may_be_cut_and_continue_differently(first: list[Any], rest: list[Any], cut: int) -> None:
+    _, known = outcome({"contents": first}, ReadCache())
     body = {"contents": [*copy.deepcopy(first[:cut]), *rest]}
-    assert outcome(body, known)[0] == outcome(body, Known())[0]
+    assert outcome(body, known)[0] == outcome(body, ReadCache())[0]
 
 
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*RICH, "generateContentRequest", "x"]), values))
 def test_bodies_of_any_shape_are_refused_by_name(body: dict[str, Any]) -> None:
-    outcome(body, Known())
+    outcome(body, ReadCache())
     for whole in ([], None, "text", 5):
         with pytest.raises(BadRequest):
-            DIALECT.read(Call("generate", whole), Known())  # type: ignore[arg-type]
+            DIALECT.read(DialectCall("generate", whole), ReadCache())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What Google's official client makes of our answers: the same as what the model said, and back again.
+"""What Google's official client makes of our answers: the model's reply, and back again.
 
 The client runs as it is; only its transport is replaced by a function that finds the route, reads the request and writes
 the answer with the dialect. So paths and bodies are what the client really sends, and answers are read by its own models.
@@ -23,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towline.conversation import Answer, Finish, Message, Reply, Request, TokenLogprob, Tool, ToolCall, Usage
-from towline.dialects.base import Call, Known, Response, Route
+from towline.dialects.base import DialectCall, ReadCache, Response, Route
 from towline.dialects.google import GoogleDialect
 from towline.errors import ApiError, ErrorKind
-from towline.tokens import fingerprint
+from towline.tokens.graph import fingerprint
 
 DIALECT = GoogleDialect()
 USAGE = Usage(prompt=11, sampled=7, cached=5, reasoning=3)
@@ -68,8 +68,8 @@ def routed(method: str, path: str) -> tuple[Route, dict[str, str]]:
 
 def read(method: str, path: str, query: dict[str, str], headers: dict[str, str], content: bytes) -> tuple[str, Request]:
     route, values = routed(method, path)
-    call = Call(route.operation, orjson.loads(content), headers, query, values)
-    return route.operation, DIALECT.read(call, Known())[0]
+    call = DialectCall(route.operation, orjson.loads(content), headers, query, values)
+    return route.operation, DIALECT.read(call, ReadCache())[0]
 
 
 def asked(request: httpx.Request) -> tuple[str, Request]:
@@ -192,7 +192,7 @@ replies = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(replies, min_size=1, max_size=3))
-def test_the_client_reads_whole_and_streamed_answers_as_said(spoken: list[Reply]) -> None:
+def test_the_client_reads_complete_and_streamed_answers(spoken: list[Reply]) -> None:
     gateway = Gateway(spoken)
     models = client(gateway).models
     ask: Any = {"model": "org/model", "contents": "hi", "config": CONFIG.model_copy(update={"candidate_count": 3})}
@@ -206,7 +206,7 @@ def test_the_client_reads_whole_and_streamed_answers_as_said(spoken: list[Reply]
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(replies, min_size=2, max_size=3), st.booleans())
-def test_chats_send_back_what_was_said_as_one_message_a_turn(spoken: list[Reply], stream: bool) -> None:
+def test_chats_send_back_one_message_per_turn(spoken: list[Reply], stream: bool) -> None:
     """A streamed turn stays in the client's history as one content for every piece; a signature is bytes to it, and comes
     back in another alphabet."""
     gateway = Gateway(*[[reply] for reply in spoken])
@@ -224,7 +224,7 @@ def test_chats_send_back_what_was_said_as_one_message_a_turn(spoken: list[Reply]
 
 @settings(max_examples=60, deadline=None)
 @given(replies, st.booleans())
-def test_a_signature_alone_brings_the_thoughts_back(reply: Reply, stream: bool) -> None:
+def test_a_signature_alone_restores_the_thoughts(reply: Reply, stream: bool) -> None:
     """Whether or not thoughts were shown: clients keep signatures and drop thoughts, or replace signatures as well."""
     gateway = Gateway([reply])
     models = client(gateway).models
@@ -385,7 +385,7 @@ def test_errors_as_the_client_sees_them(
         assert found == (detail or {})
 
 
-def test_waits_are_told_in_whole_seconds() -> None:
+def test_retry_after_is_in_whole_seconds() -> None:
     def wait(error: ApiError) -> str | None:
         return DIALECT.error(error).headers.get("retry-after")
 
@@ -452,8 +452,8 @@ def test_models(options: dict[str, Any]) -> None:
 def test_a_stream_without_events_is_one_array() -> None:
     """What `curl` gets that does not ask for server-sent events."""
     body = {"contents": [{"parts": [{"text": "hi"}]}]}
-    call = Call("generate_stream", body, {}, {}, {"model": "v1beta/models/m"})
-    request = DIALECT.read(call, Known())[0]
+    call = DialectCall("generate_stream", body, {}, {}, {"model": "v1beta/models/m"})
+    request = DIALECT.read(call, ReadCache())[0]
     reply = Reply(LONG, "hm", (ToolCall("c", "f", {"a": 1}),))
     response = answered(request, reply, reply)
     assert response.headers["content-type"].startswith("application/json")

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 import pytest
-from messages_wire import (
-    DEEP,
+
+from support.dialects.messages_wire import (
     DIALECT,
     FETCH,
     IMAGE,
@@ -31,12 +31,12 @@ from messages_wire import (
     use,
     user,
 )
-
+from support.dialects.mutation import DEEP
 from towline.conversation import Answer, Hints, Media, Message, Reply, Request, Sampling, Tool, ToolCall, Usage
-from towline.dialects.sealed import seal
+from towline.dialects.wire import seal
 from towline.errors import BadRequest
-from towline.tokens import fingerprint
-from towline.tokens.settle import settle
+from towline.tokens.graph import fingerprint
+from towline.tokens.graph.tool_results import order_tool_results
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_each_shape_of_a_message(item: dict[str, Any], expected: list[Message]) 
     assert messages(USER, item, USER)[1:-1] == expected
 
 
-def test_assistant_messages_in_a_row_are_one_turn() -> None:
+def test_consecutive_assistant_messages_are_one_turn() -> None:
     parts = [
         assistant({"type": "thinking", "thinking": "t", "signature": "s"}),
         {"role": "assistant", "content": "a"},
@@ -257,7 +257,7 @@ def test_results_in_any_order_and_shape_are_the_same_results() -> None:
     settled = []
     for items in orders:
         found = messages(USER, said, *items)
-        settle(found)
+        order_tool_results(found)
         settled.append([fingerprint.of(message) for message in found])
         assert [message.name for message in found] == ["", "", "f", "g", ""]
     assert settled == [settled[0]] * 4
@@ -412,7 +412,7 @@ def test_deferred_tools_are_shown_where_messages_refer_to_them() -> None:
     assert searched.wire == {}
 
 
-def test_tools_that_come_and_go_in_system_messages() -> None:
+def test_tools_added_and_removed_in_system_messages() -> None:
     named = {"type": "tool_reference", "name": "fetch"}
     inline = {"type": "tool_definition", "definition": {**FETCH, "name": "late", "description": "L"}}
     remote = {"type": "mcp_tool_reference", "server_name": "x", "name": "y"}
@@ -488,7 +488,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("item", "suffix"), BAD_MESSAGES)
-def test_faults_of_a_message_are_named_by_their_path(item: Any, suffix: str) -> None:
+def test_invalid_fields_of_a_message_are_named(item: Any, suffix: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read(messages=[USER, item])
     assert caught.value.param == f"messages[1]{suffix}"
@@ -560,7 +560,7 @@ def test_faults_of_a_message_are_named_by_their_path(item: Any, suffix: str) -> 
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
     ],
 )
-def test_faults_of_parameters_are_named_by_their_path(fields: dict[str, Any], param: str) -> None:
+def test_invalid_parameters_are_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read(**fields)
     assert caught.value.param == param

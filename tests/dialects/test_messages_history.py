@@ -9,8 +9,8 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from messages_wire import (
-    DEEP,
+
+from support.dialects.messages_wire import (
     DIALECT,
     FETCH,
     IMAGE,
@@ -28,11 +28,11 @@ from messages_wire import (
     use,
     user,
 )
-
+from support.dialects.mutation import json_values, mutants
 from towline.conversation import Message, Request
 from towline.dialects import messages as module
-from towline.dialects.base import Call, Known
-from towline.dialects.sealed import seal
+from towline.dialects.base import DialectCall, ReadCache
+from towline.dialects.wire import seal
 from towline.errors import BadRequest
 
 
@@ -70,7 +70,7 @@ def test_a_repeated_history_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert second.ignored == first.ignored
     # The strings of the first request are kept, not a second copy of each.
     assert all(mine is yours for mine, yours in zip(after.items, known.items, strict=False))
-    # What is known does not change with a request that somebody rearranges.
+    # Reordering the messages of a request does not change the cache.
     second.messages.reverse()
     assert after.messages[-1] == Message("user", "more")
 
@@ -89,7 +89,7 @@ def test_a_repeated_history_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert third.tools == ()
 
 
-def test_equal_to_python_is_not_equal_on_the_wire() -> None:
+def test_values_equal_in_python_differ_on_the_wire() -> None:
     def flags(request: Request) -> tuple[Any, str]:
         return request.messages[1].tool_calls[0].arguments["flag"], request.messages[2].text  # type: ignore[index]
 
@@ -144,9 +144,9 @@ systems = st.sampled_from([None, "s", "t", [text("s")], [text("s"), text("t")]])
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_what_is_known_changes_nothing(data: st.DataObject) -> None:
+def test_the_cache_changes_nothing(data: st.DataObject) -> None:
     """Histories that grow, shrink, and are edited anywhere, under prompts and tools that come and go."""
-    known = Known()
+    known = ReadCache()
     items = data.draw(st.lists(generated_items, max_size=6))
     for _ in range(4):
         body = {
@@ -156,9 +156,9 @@ def test_what_is_known_changes_nothing(data: st.DataObject) -> None:
             "system": data.draw(systems),
             "tools": data.draw(generated_tools),
         }
-        fresh, alone = DIALECT.read(Call("generate", body), Known())
-        request, known = DIALECT.read(Call("generate", copy.deepcopy(body)), known)
-        # In words, since they tell `True` from `1`.
+        fresh, alone = DIALECT.read(DialectCall("generate", body), ReadCache())
+        request, known = DIALECT.read(DialectCall("generate", copy.deepcopy(body)), known)
+        # As text, which tells `True` from `1`.
         assert repr(request) == repr(fresh)
         assert (known.starts, known.literal, known.items) == (alone.starts, alone.literal, alone.items)
         place = data.draw(st.integers(0, len(items)))
@@ -214,56 +214,16 @@ RICH: dict[str, Any] = {
     "metadata": {"user_id": "u"},
 }
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-KINDS = [
-    "text",
-    "image",
-    "tool_use",
-    "tool_result",
-    "thinking",
-    "tool_reference",
-    "document",
-    "compaction",
-    "tool_addition",
-]
-any_values = st.one_of(
-    st.sampled_from([0, 1, 1.0, True, False, "", [], {}, "user", "assistant", 2**70, 10**400, DEEP, [DEEP], *KINDS]),
-    st.recursive(
-        scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
+any_values = json_values(
+    *("user", "assistant", "text", "image", "tool_use", "tool_result", "thinking", "tool_reference", "document"),
+    *("compaction", "tool_addition"),
 )
 
 
-def slots(value: Any, levels: int = 12) -> list[tuple[Any, Any]]:
-    """The places of a JSON value, as a container and a key. Deep values are not made deeper still."""
-    if not levels or not isinstance(value, dict | list):
-        return []
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return [slot for key, inner in pairs for slot in [(value, key), *slots(inner, levels - 1)]]
-
-
-@st.composite
-def mutants(draw: st.DrawFn, base: dict[str, Any]) -> dict[str, Any]:
-    body = copy.deepcopy(base)
-    for _ in range(draw(st.integers(1, 3))):
-        container, key = draw(st.sampled_from(slots(body)))
-        action = draw(st.sampled_from(["replace", "delete", "repeat"]))
-        if action == "replace":
-            # Shared values would be nested into each other by the next mutation.
-            container[key] = copy.deepcopy(draw(any_values))
-        elif action == "delete":
-            del container[key]
-        elif isinstance(container, list):
-            container.insert(key, copy.deepcopy(container[key]))
-        if not slots(body):
-            break
-    return body
-
-
-def outcome(body: dict[str, Any], known: Known, operation: str = "generate") -> tuple[str, Known]:
-    """What reading a body comes to, in words that tell `True` from `1`."""
+def outcome(body: dict[str, Any], known: ReadCache, operation: str = "generate") -> tuple[str, ReadCache]:
+    """The outcome of reading a body, as text that tells `True` from `1`."""
     try:
-        request, after = DIALECT.read(Call(operation, body), known)
+        request, after = DIALECT.read(DialectCall(operation, body), known)
     except BadRequest as refusal:
         error = orjson.loads(DIALECT.error(refusal).body)["error"]
         return f"{refusal.param}: {error}", known
@@ -275,20 +235,20 @@ def outcome(body: dict[str, Any], known: Known, operation: str = "generate") -> 
 
 @settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
 @given(st.data())
-def test_any_body_is_read_or_refused_and_what_is_known_changes_nothing(data: st.DataObject) -> None:
+def test_any_body_is_read_or_refused_and_the_cache_changes_nothing(data: st.DataObject) -> None:
     operation = data.draw(st.sampled_from(["generate", "count_tokens"]))
-    first = data.draw(mutants(RICH))
-    _, known = outcome(first, Known(), operation)
-    second = data.draw(mutants(first) if slots(first) else st.just(first))
+    first = data.draw(mutants(RICH, any_values))
+    _, known = outcome(first, ReadCache(), operation)
+    second = data.draw(mutants(first, any_values))
     found = outcome(second, known, operation)[0]
-    assert found == outcome(second, Known(), operation)[0]
+    assert found == outcome(second, ReadCache(), operation)[0]
     assert not found.startswith("None:"), "a refusal names its field"
 
 
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*RICH, "thread", "x"]), any_values))
 def test_bodies_of_any_shape_are_refused_by_name(body: dict[str, Any]) -> None:
-    outcome(body, Known())
+    outcome(body, ReadCache())
     for whole in ([], None, "text", 5):
         with pytest.raises(BadRequest):
-            DIALECT.read(Call("generate", whole), Known())  # type: ignore[arg-type]
+            DIALECT.read(DialectCall("generate", whole), ReadCache())  # type: ignore[arg-type]

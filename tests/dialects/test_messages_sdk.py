@@ -1,4 +1,4 @@
-"""What the official Anthropic client makes of our answers: the same as what the model said, and back again.
+"""What the official Anthropic client makes of our answers: the model's reply, and back again.
 
 The client runs as it is; only its transport is replaced by a function that reads the request and writes the answer with
 the dialect. So requests are what the client really sends, and answers are read by its own models, checked strictly.
@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from towline.conversation import Answer, Finish, Message, Reply, Request, ToolCall, Usage
-from towline.dialects.base import Call, Known, Response
+from towline.dialects.base import DialectCall, ReadCache, Response
 from towline.dialects.messages import MessagesDialect
 from towline.errors import ApiError, ErrorKind
-from towline.tokens import fingerprint
+from towline.tokens.graph import fingerprint
 
 DIALECT = MessagesDialect()
 USAGE = Usage(prompt=11, sampled=7, cached=5, reasoning=3)
@@ -53,7 +53,7 @@ def read(request: httpx2.Request) -> Request:
     headers = {name.lower(): value for name, value in request.headers.items()}
     assert DIALECT.claims(headers)
     operation = {"/v1/messages": "generate", "/v1/messages/count_tokens": "count_tokens"}[request.url.path]
-    return DIALECT.read(Call(operation, orjson.loads(request.content), headers), Known())[0]
+    return DIALECT.read(DialectCall(operation, orjson.loads(request.content), headers), ReadCache())[0]
 
 
 def streamed(asked: Request, answer: Answer, pings: int = 2) -> bytes:
@@ -160,7 +160,7 @@ replies = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(replies)
-def test_the_client_reads_whole_and_streamed_answers_as_said_and_sends_them_back(reply: Reply) -> None:
+def test_the_client_reads_complete_and_streamed_answers_and_sends_them_back(reply: Reply) -> None:
     sdk = gateway(reply)
     message = sdk.messages.create(**ASK)
     with sdk.messages.stream(**ASK) as stream:
@@ -250,7 +250,7 @@ def test_a_stream_in_events() -> None:
         assert "".join(stream.text_stream) == reply.text
 
 
-def test_thinking_that_is_not_to_be_shown_travels_in_its_signature() -> None:
+def test_omitted_thinking_travels_in_its_signature() -> None:
     reply = Reply("a", "a long thought " * 30, (ToolCall("c1", "f", {"a": 1}),))
     ask = {**ASK, "thinking": {"type": "adaptive", "display": "omitted"}}
     message = gateway(reply).messages.create(**ask)
@@ -301,7 +301,7 @@ def test_errors_as_the_client_sees_them(
     assert [request.hints.retry for request in requests] == [False, True][:attempts]
 
 
-def test_headers_say_whether_and_when_to_try_again() -> None:
+def test_headers_say_whether_and_when_to_retry() -> None:
     def headers(kind: ErrorKind, retry_after: float | None = None) -> dict[str, str]:
         found = DIALECT.error(ApiError(kind, "no", retry_after=retry_after)).headers
         return {name: value for name, value in found.items() if name != "content-type"}

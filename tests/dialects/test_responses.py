@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from base64 import b64encode
 from dataclasses import replace
@@ -13,7 +12,9 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from responses_bodies import (
+
+from support.dialects.mutation import DEEP, json_values, mutants
+from support.dialects.responses_bodies import (
     COMPUTER,
     DIALECT,
     OPERATION,
@@ -35,12 +36,11 @@ from responses_bodies import (
     thought,
     written,
 )
-
 from towline.conversation import Answer, Hints, Media, Message, Reply, Request, Sampling, Tool, ToolCall, Usage
-from towline.dialects.base import Call, Known
-from towline.dialects.sealed import seal, unseal
+from towline.dialects.base import DialectCall, ReadCache
+from towline.dialects.wire import seal, unseal
 from towline.errors import BadRequest
-from towline.gateway.turns import mint
+from towline.gateway.sampling import mint_call_id
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_all_parameters() -> None:
         "chat_template_kwargs": {"enable_thinking": False},
         "previous_response_id": "resp_0a1b",
     }
-    request, _ = DIALECT.read(Call("generate", body, {"thread-id": "t"}), Known())
+    request, _ = DIALECT.read(DialectCall("generate", body, {"thread-id": "t"}), ReadCache())
     assert request == Request(
         dialect="responses",
         model="m",
@@ -285,7 +285,7 @@ def test_all_parameters() -> None:
     assert read(reasoning=None, text=None, include=None, tools=None, stop=["a"])[0].sampling.stop == ("a",)
 
 
-def test_what_goes_on_from_an_answer_may_be_results_alone() -> None:
+def test_a_continuation_may_be_results_alone() -> None:
     request, _ = read(previous_response_id="resp_0a", input=[result("r"), result("s", "c2")], instructions=None)
     assert (request.previous, request.wire["instructions"]) == ("0a", None)
     assert [one.role for one in request.messages] == ["tool", "tool"]
@@ -294,11 +294,11 @@ def test_what_goes_on_from_an_answer_may_be_results_alone() -> None:
 
 
 def test_counting_needs_no_model() -> None:
-    request, _ = DIALECT.read(Call("count_tokens", {"input": "hi"}), Known())
+    request, _ = DIALECT.read(DialectCall("count_tokens", {"input": "hi"}), ReadCache())
     assert (request.model, request.messages) == ("", [Message("user", "hi")])
 
 
-def test_what_codex_sends() -> None:
+def test_requests_of_codex() -> None:
     """The shape of its traffic for a model whose tools sit in an input item, three requests long."""
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: SOURCE"}
     plain = [
@@ -337,7 +337,7 @@ def test_what_codex_sends() -> None:
         "client_metadata": {"thread_id": "thread"},
     }
     headers = {"session-id": "s", "thread-id": "t", "x-codex-window-id": "t:0", "x-openai-subagent": "collab_spawn"}
-    first, known = DIALECT.read(Call("generate", body, headers), Known())
+    first, known = DIALECT.read(DialectCall("generate", body, headers), ReadCache())
     assert [one.role for one in first.messages] == ["system", "system", "user", "user"]
     assert [(tool.name, tool.custom) for tool in first.tools] == [
         ("exec", True),
@@ -353,9 +353,9 @@ def test_what_codex_sends() -> None:
         "Looking.",
         "Let me see.",
         (
-            ToolCall(mint(0, 0, short=False), "exec", "text(1)", custom=True),
-            ToolCall(mint(0, 1, short=False), "clock.sleep", {"duration_ms": 5}),
-            ToolCall(mint(0, 2, short=False), "tool_search", {"query": "add"}),
+            ToolCall(mint_call_id(0, 0, short=False), "exec", "text(1)", custom=True),
+            ToolCall(mint_call_id(0, 1, short=False), "clock.sleep", {"duration_ms": 5}),
+            ToolCall(mint_call_id(0, 2, short=False), "tool_search", {"query": "add"}),
         ),
     )
     answer = Answer("0a", 1, "gpt-6", [reply], Usage(1, 1))
@@ -380,7 +380,7 @@ def test_what_codex_sends() -> None:
         {**search, "id": "tso_1", "status": "completed"},
     ]
     body["input"] = orjson.loads(orjson.dumps([*items, *said, *outputs]))
-    second, known = DIALECT.read(Call("generate", body, headers), known)
+    second, known = DIALECT.read(DialectCall("generate", body, headers), known)
     assert second.tools is first.tools
     assert second.messages[:4] == first.messages
     assert second.messages[4] == reply.as_message()
@@ -391,12 +391,12 @@ def test_what_codex_sends() -> None:
     ]
 
     # The tool that was found is called by the name that was shown, and goes out in its namespace.
-    call = ToolCall(mint(1, 0, short=False), "mcp__calc.add", {"a": 1})
+    call = ToolCall(mint_call_id(1, 0, short=False), "mcp__calc.add", {"a": 1})
     answer = Answer("0b", 1, "gpt-6", [Reply("", None, (call,))], Usage(1, 1))
     said = orjson.loads(DIALECT.write(second, answer).body)["output"]
     assert (said[0]["name"], said[0]["namespace"]) == ("add", "mcp__calc")
     body["input"] = [*body["input"], *said]
-    third, _ = DIALECT.read(Call("generate", body, headers), known)
+    third, _ = DIALECT.read(DialectCall("generate", body, headers), known)
     assert third.messages[-1] == Message("assistant", tool_calls=(call,))
 
 
@@ -473,12 +473,8 @@ def test_references_to_what_was_written_are_resolved() -> None:
     for id in ("msg_0ax9", "msg_0bx0", "msg_1", "msg_0ax99999999999999999999"):
         unknown = DIALECT.with_references({"model": "m", "input": [{"type": "item_reference", "id": id}]}, outputs.get)
         with pytest.raises(BadRequest, match="not stored"):
-            DIALECT.read(Call("generate", unknown), Known())
+            DIALECT.read(DialectCall("generate", unknown), ReadCache())
 
-
-DEEP: Any = None
-for _ in range(150):
-    DEEP = {"a": DEEP}
 
 BAD_ITEMS: list[tuple[Any, str]] = [
     (5, ""),
@@ -541,7 +537,7 @@ BAD_ITEMS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("item", "suffix"), BAD_ITEMS)
 @pytest.mark.parametrize("instructions", [None, "be good"])
-def test_faults_of_an_item_are_named_by_their_path(item: Any, suffix: str, instructions: str | None) -> None:
+def test_invalid_fields_of_an_item_are_named(item: Any, suffix: str, instructions: str | None) -> None:
     with pytest.raises(BadRequest) as caught:
         read(input=[USER, item], instructions=instructions)
     assert caught.value.param == f"input[1]{suffix}"
@@ -617,80 +613,47 @@ def test_faults_of_an_item_are_named_by_their_path(item: Any, suffix: str, instr
         ),
     ],
 )
-def test_faults_of_parameters_are_named_by_their_path(fields: dict[str, Any], param: str) -> None:
+def test_invalid_parameters_are_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read(**fields)
     assert caught.value.param == param
 
 
-anything = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-values = st.one_of(
-    st.sampled_from([0, 1, 1.0, True, False, "", [], {}, "function", "custom", 2**70, -(2**63), 10**400, DEEP, [DEEP]]),
-    st.sampled_from(["message", "reasoning", "function_call", "namespace", "shell_call", "tool_search_output", "user"]),
-    st.recursive(
-        anything, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
+values = json_values(
+    *("function", "custom", "message", "reasoning", "function_call", "namespace", "shell_call", "user"),
+    "tool_search_output",
 )
-
-
-def slots(value: Any, levels: int = 12) -> list[tuple[Any, Any]]:
-    """The places of a JSON value, as a container and a key. Deep values are not made deeper still."""
-    if not levels or not isinstance(value, dict | list):
-        return []
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return [slot for key, inner in pairs for slot in [(value, key), *slots(inner, levels - 1)]]
-
-
-@st.composite
-def mutants(draw: st.DrawFn, base: dict[str, Any]) -> dict[str, Any]:
-    body = copy.deepcopy(base)
-    for _ in range(draw(st.integers(1, 3))):
-        container, key = draw(st.sampled_from(slots(body)))
-        action = draw(st.sampled_from(["replace", "delete", "repeat", "swap"]))
-        if action == "replace":
-            # Shared values would be nested into each other by the next mutation.
-            container[key] = copy.deepcopy(draw(values))
-        elif action == "delete":
-            del container[key]
-        elif action == "repeat" and isinstance(container, list):
-            container.insert(key, copy.deepcopy(container[key]))
-        elif isinstance(container, list):
-            other = draw(st.integers(0, len(container) - 1))
-            container[key], container[other] = container[other], container[key]
-        if not slots(body):
-            break
-    return body
 
 
 @settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], deadline=None)
 @given(st.data())
-def test_any_body_is_read_or_refused_and_what_is_known_changes_nothing(data: st.DataObject) -> None:
-    first = data.draw(mutants(RICH))
-    _, known = outcome(first, Known())
-    second = data.draw(mutants(first) if slots(first) else st.just(first))
+def test_any_body_is_read_or_refused_and_the_cache_changes_nothing(data: st.DataObject) -> None:
+    first = data.draw(mutants(RICH, values))
+    _, known = outcome(first, ReadCache())
+    second = data.draw(mutants(first, values))
     found = outcome(second, known)[0]
-    assert found == outcome(second, Known())[0]
+    assert found == outcome(second, ReadCache())[0]
     assert not found.startswith("None:"), "a refusal names its field"
 
 
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*RICH, "x"]), values))
 def test_bodies_of_any_shape_are_refused_by_name(body: dict[str, Any]) -> None:
-    outcome(body, Known())
+    outcome(body, ReadCache())
     for whole in ([], None, "text", 5):
         with pytest.raises(BadRequest):
-            DIALECT.read(Call("generate", whole), Known())  # type: ignore[arg-type]
+            DIALECT.read(DialectCall("generate", whole), ReadCache())  # type: ignore[arg-type]
 
 
 @settings(deadline=None)
 @given(st.text(st.characters()), st.text())
-def test_what_is_sealed_opens_again_and_nothing_else_does(text: str, other: str) -> None:
+def test_only_sealed_texts_are_unsealed(text: str, other: str) -> None:
     assume(not other.startswith("VFdMM"))
     assert unseal(seal(text)) == text
     assert unseal(other) is None
     assert unseal(seal(text)[:-8]) is None
 
 
-def test_sealed_texts_are_opened_within_bounds() -> None:
+def test_sealed_texts_are_opened_within_size_limits() -> None:
     assert unseal(seal("a" * 5_000_000)) is None
     assert unseal("A" * 5_000_000) is None

@@ -9,7 +9,8 @@ from typing import Any, get_args, get_type_hints
 import orjson
 import pytest
 from openai.types.responses import ResponseInputContentParam, ResponseInputItemParam, ToolParam, response_create_params
-from responses_bodies import (
+
+from support.dialects.responses_bodies import (
     COMPUTER,
     DIALECT,
     RICH,
@@ -17,7 +18,6 @@ from responses_bodies import (
     messages,
     read,
 )
-
 from towline.conversation import Answer, Reply, Usage
 from towline.errors import BadRequest
 
@@ -65,7 +65,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def test_the_docs_say_what_becomes_of_every_field() -> None:
+def test_the_docs_cover_every_field() -> None:
     verdicts = documented("Fields")
     assert verdicts.keys() >= response_create_params.ResponseCreateParamsBase.__annotations__.keys() | {"stream"}
     assert verdicts.keys() == FIELDS.keys()
@@ -82,7 +82,7 @@ def test_the_docs_say_what_becomes_of_every_field() -> None:
             assert body[name] == FIELDS[name]
 
 
-def test_the_docs_say_what_becomes_of_every_item_and_part() -> None:
+def test_the_docs_cover_every_item_and_part() -> None:
     examples = {item.get("type", "message"): item for item in RICH["input"]}
     verdicts = documented("Items of `input`")
     assert verdicts.keys() == types_of(ResponseInputItemParam)
@@ -106,7 +106,7 @@ def test_the_docs_say_what_becomes_of_every_item_and_part() -> None:
     assert documented("Parts of content").keys() >= types_of(ResponseInputContentParam)
 
 
-def test_the_docs_say_what_becomes_of_every_type_of_tool() -> None:
+def test_the_docs_cover_every_type_of_tool() -> None:
     examples = {tool["type"]: tool for tool in [*RICH["tools"][:4], {"type": "custom", "name": "p"}]}
     verdicts = documented("Types of `tools`")
     dated = {"web_search_2025_08_26", "web_search_preview_2025_03_11"}

@@ -19,12 +19,12 @@ from openai.types import responses
 from pydantic import TypeAdapter
 
 from towline.conversation import Answer, Finish, Message, Reply, Request, TokenLogprob, ToolCall, Usage
-from towline.dialects.base import Call, Known, Response
+from towline.dialects.base import DialectCall, ReadCache, Response
 from towline.dialects.responses import ResponsesDialect
-from towline.dialects.sse import dump_arguments
+from towline.dialects.wire import dump_arguments
 from towline.errors import ApiError, ErrorKind
-from towline.gateway.turns import mint
-from towline.tokens import fingerprint
+from towline.gateway.sampling import mint_call_id
+from towline.tokens.graph import fingerprint
 
 DIALECT = ResponsesDialect()
 USAGE = Usage(prompt=11, sampled=7, cached=5, reasoning=3)
@@ -65,7 +65,7 @@ def events(content: bytes) -> httpx2.Response:
 
 def read(request: httpx2.Request, operation: str = "generate") -> Request:
     headers = {name.lower(): value for name, value in request.headers.items()}
-    return DIALECT.read(Call(operation, orjson.loads(request.content), headers), Known())[0]
+    return DIALECT.read(DialectCall(operation, orjson.loads(request.content), headers), ReadCache())[0]
 
 
 def gateway(reply: Reply, tokens: list[TokenLogprob] | None = None) -> openai.OpenAI:
@@ -137,7 +137,7 @@ def echoed(items: list[Any]) -> list[Message]:
     """What the dialect reads when the items are sent back behind the question."""
     user = {"role": "user", "content": "hi"}
     body = orjson.loads(orjson.dumps({"model": "m", "input": [user, *items]}))
-    return DIALECT.read(Call("generate", body), Known())[0].messages[1:]
+    return DIALECT.read(DialectCall("generate", body), ReadCache())[0].messages[1:]
 
 
 def holds_no_object(text: str) -> bool:
@@ -169,7 +169,7 @@ replies = st.builds(
     lambda text, reasoning, calls, finish: Reply(
         text,
         reasoning,
-        tuple(ToolCall(mint(0, place, short=False), *call) for place, call in enumerate(calls)),
+        tuple(ToolCall(mint_call_id(0, place, short=False), *call) for place, call in enumerate(calls)),
         finish,
     ),
     texts,
@@ -181,7 +181,7 @@ replies = st.builds(
 
 @settings(max_examples=80, deadline=None)
 @given(replies)
-def test_the_client_reads_whole_and_streamed_answers_as_said_and_sends_them_back(spoken: Reply) -> None:
+def test_the_client_reads_complete_and_streamed_answers_and_sends_them_back(spoken: Reply) -> None:
     sdk = gateway(spoken)
     whole = sdk.responses.create(**ASK)
     check(whole, spoken)
@@ -252,7 +252,7 @@ def assembled(stream: Any) -> tuple[list[dict[str, Any]], Any]:
 
 @settings(max_examples=40, deadline=None)
 @given(replies)
-def test_what_a_client_assembles_from_the_events_is_the_whole_answer(spoken: Reply) -> None:
+def test_the_assembled_stream_equals_the_complete_answer(spoken: Reply) -> None:
     items, last = assembled(gateway(spoken).responses.create(**ASK, stream=True))
     assert items == last.response.to_dict()["output"]
 
@@ -279,7 +279,7 @@ def test_events_in_order() -> None:
 @given(replies)
 def test_everything_sent_is_valid_by_the_client_s_own_models(spoken: Reply) -> None:
     """The client takes anything that looks like an answer; here its models are held to the letter."""
-    asked = DIALECT.read(Call("generate", {**ASK, "text": {"verbosity": "low"}}), Known())[0]
+    asked = DIALECT.read(DialectCall("generate", {**ASK, "text": {"verbosity": "low"}}), ReadCache())[0]
     answer = Answer("abc1", 1700000000, "m", [spoken], USAGE)
     responses.Response.model_validate_json(DIALECT.write(asked, answer).body)
     stream = DIALECT.stream(asked, answer.id, answer.created, answer.model)
@@ -293,7 +293,7 @@ def test_everything_sent_is_valid_by_the_client_s_own_models(spoken: Reply) -> N
         EVENTS.validate_python(event)
 
 
-def test_a_loop_of_calls_with_ids_of_answers_or_the_whole_history() -> None:
+def test_a_tool_loop_with_previous_response_ids_or_the_whole_history() -> None:
     """What the client sends in its second call, both ways that OpenAI documents."""
     reply = Reply("", "t", (ToolCall("call00000000", "f", {"a": 1}), ToolCall("call00000001", "f", {"a": 2})))
     asked: list[Request] = []

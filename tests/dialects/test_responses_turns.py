@@ -10,7 +10,8 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from responses_bodies import (
+
+from support.dialects.responses_bodies import (
     TOOL,
     USER,
     Item,
@@ -24,13 +25,12 @@ from responses_bodies import (
     thought,
     written,
 )
-
 from towline.conversation import Finish, Message, Reply, Tool, ToolCall
 from towline.dialects import responses
-from towline.dialects.base import Known
-from towline.dialects.sealed import seal
-from towline.gateway.turns import mint
-from towline.tokens import fingerprint
+from towline.dialects.base import ReadCache
+from towline.dialects.wire import seal
+from towline.gateway.sampling import mint_call_id
+from towline.tokens.graph import fingerprint
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ from towline.tokens import fingerprint
             [thought("t"), says("a"), calls("f", "{}"), calls("g", "{}", "c2")],
             [Message("assistant", "a", "t", (ToolCall("c1", "f", {}), ToolCall("c2", "g", {})))],
         ),
-        # What could not come next in a turn begins a new one.
+        # An item that cannot come next in a turn begins a new one.
         ([says("a"), says("b")], [Message("assistant", "a"), Message("assistant", "b")]),
         ([says("a"), thought("t"), says("b")], [Message("assistant", "a"), Message("assistant", "b", "t")]),
         ([calls("f", "{}"), says("b")], [one_call("f", {}), Message("assistant", "b")]),
@@ -51,7 +51,7 @@ from towline.tokens import fingerprint
         ),
         # Several thoughts of one turn.
         ([thought("t"), thought("u"), says("a")], [Message("assistant", "a", "t\nu")]),
-        # Ids of ours tell turns apart where their order does not, and hold one together.
+        # Our item ids separate turns where the order does not, and keep one together.
         ([says("a", id="msg_0ax0"), calls("f", "{}", id="fc_0bx0")], [Message("assistant", "a"), one_call("f", {})]),
         (
             [calls("f", "{}", "x", id="fc_0ax0"), result("r", "x"), calls("g", "{}", "y", id="fc_0ax1")],
@@ -82,11 +82,11 @@ from towline.tokens import fingerprint
         # Calls of one turn with their results in between, by call ids of ours, altered or not; and of other turns.
         (
             [
-                calls("f", "{}", mint(7, 0, short=False)),
-                result("r", mint(7, 0, short=False)),
-                calls("g", "{}", "call_" + mint(7, 1, short=False)[4:]),
-                result("s", "call_" + mint(7, 1, short=False)[4:]),
-                calls("h", "{}", mint(8, 0, short=False)),
+                calls("f", "{}", mint_call_id(7, 0, short=False)),
+                result("r", mint_call_id(7, 0, short=False)),
+                calls("g", "{}", "call_" + mint_call_id(7, 1, short=False)[4:]),
+                result("s", "call_" + mint_call_id(7, 1, short=False)[4:]),
+                calls("h", "{}", mint_call_id(8, 0, short=False)),
             ],
             [
                 Message(
@@ -99,9 +99,9 @@ from towline.tokens import fingerprint
         ),
         (
             [
-                calls("f", "{}", mint(7, 0, short=True)),
+                calls("f", "{}", mint_call_id(7, 0, short=True)),
                 result("r", "c00007000"),
-                calls("g", "{}", mint(7, 1, short=True)),
+                calls("g", "{}", mint_call_id(7, 1, short=True)),
             ],
             [
                 Message("assistant", tool_calls=(ToolCall("c00007000", "f", {}), ToolCall("c00007001", "g", {}))),
@@ -116,7 +116,7 @@ from towline.tokens import fingerprint
                 one_call("g", {}, "call_abd"),
             ],
         ),
-        # A user's word ends a turn; what says nothing does not.
+        # A user message ends a turn; an item without content does not.
         (
             [
                 thought("t"),
@@ -134,13 +134,13 @@ def test_the_items_of_a_turn_are_one_message(items: list[Item], expected: list[M
 
 
 def interleaved(items: list[Item], results: list[Item]) -> list[Item]:
-    """Every result right behind its call."""
+    """Every result directly after its call."""
     by_call = {item["call_id"]: item for item in results}
     return [one for item in items for one in (item, by_call.get(item.get("call_id", ""))) if one is not None]
 
 
 def restyled(item: Item) -> Item:
-    """A call with its arguments as some harness serialises them anew."""
+    """A call with its arguments serialized again by a harness."""
     if item["type"] != "function_call" or not isinstance(arguments := orjson.loads(item["arguments"]), dict):
         return item
     return {**item, "arguments": orjson.dumps(dict(reversed(arguments.items())), option=orjson.OPT_INDENT_2).decode()}
@@ -180,7 +180,7 @@ DECLARED = (
 
 @st.composite
 def sampled_replies(draw: st.DrawFn, turn: int) -> Reply:
-    """What a model may say in a turn, with ids as the gateway gives them."""
+    """Possible replies of a model, with ids as the gateway mints them."""
     made = []
     for place in range(draw(st.integers(0, 3))):
         name = draw(names)
@@ -189,16 +189,16 @@ def sampled_replies(draw: st.DrawFn, turn: int) -> Reply:
             arguments = draw(lines)
         elif name == "local_shell" and draw(st.booleans()):
             arguments = {"command": draw(st.lists(lines, min_size=1, max_size=2))}
-        made.append(ToolCall(mint(turn, place, short=False), name, arguments, name == "patch"))
+        made.append(ToolCall(mint_call_id(turn, place, short=False), name, arguments, name == "patch"))
     return Reply(draw(lines), draw(st.none() | lines.filter(bool)), tuple(made))
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from(sorted(HABITS)), st.booleans())
-def test_what_was_said_comes_back_as_the_message_that_was_sent(data: st.DataObject, habit: str, mixed: bool) -> None:
+def test_an_echoed_answer_reads_to_the_message_that_was_sent(data: st.DataObject, habit: str, mixed: bool) -> None:
     items: list[Item] = [USER]
     expected = [Message("user", "hi")]
-    known = Known()
+    known = ReadCache()
     for turn in range(data.draw(st.integers(1, 4))):
         reply = data.draw(sampled_replies(turn))
         said = HABITS[habit](written(reply, f"0a{turn}", DECLARED))
@@ -216,7 +216,7 @@ def test_what_was_said_comes_back_as_the_message_that_was_sent(data: st.DataObje
         assert request.messages == [one if keeps else replace(one, reasoning=None) for one in expected]
 
 
-def test_two_turns_in_a_row_stay_two() -> None:
+def test_consecutive_turns_stay_separate() -> None:
     """A harness that goes on after a cut answer sends no word in between."""
     first = Reply("", "thinking and cut", finish=Finish.LENGTH)
     second = Reply("", None, (ToolCall("c1", "f", {}),))
@@ -227,7 +227,7 @@ def test_two_turns_in_a_row_stay_two() -> None:
     assert messages(USER, *bare)[1:] == [first.as_message(), replace(third, reasoning="t").as_message()]
 
 
-def test_a_turn_of_very_many_calls_is_read_in_one_go() -> None:
+def test_a_turn_of_very_many_calls_is_read_in_linear_time() -> None:
     items = [calls("f", "{}", f"c{index}") for index in range(20_000)]
     found = messages(USER, *items)
     assert [len(one.tool_calls) for one in found] == [0, 20_000]
@@ -236,7 +236,7 @@ def test_a_turn_of_very_many_calls_is_read_in_one_go() -> None:
 def history(turns: int) -> list[Item]:
     items: list[Item] = [{"role": "system", "content": "s"}]
     for turn in range(turns):
-        ids = [mint(turn, place, short=False) for place in range(2)]
+        ids = [mint_call_id(turn, place, short=False) for place in range(2)]
         items += [thought(f"t{turn}", encrypted_content=seal(f"t{turn}")), says(f"a{turn}")]
         items += [calls("f", f'{{"n":{turn}}}', id) for id in ids]
         items += [result(f"result {turn}", id) for id in ids]
@@ -281,7 +281,7 @@ def test_a_repeated_history_is_read_once(monkeypatch: pytest.MonkeyPatch, instru
     # A later call joins the turn, and leaves what is known as it was.
     reads.clear()
     before_it = [fingerprint.of(one) for one in after.messages]
-    late = [*again, calls("f", "{}", mint(200, 2, short=False))]
+    late = [*again, calls("f", "{}", mint_call_id(200, 2, short=False))]
     fourth, _ = read(after, input=late, **common)
     assert reads == ["input[1207]"]
     assert len(fourth.messages[-3].tool_calls) == 3
@@ -289,16 +289,16 @@ def test_a_repeated_history_is_read_once(monkeypatch: pytest.MonkeyPatch, instru
     assert fingerprint.of(fourth.messages[-3]) != before_it[-3]
 
 
-def test_a_call_that_is_gone_again_leaves_its_turn() -> None:
-    both = [calls("f", "{}", mint(0, place, short=False)) for place in range(2)]
-    results = [result(text, mint(0, 0, short=False)) for text in ("r", "again", "s")]
+def test_a_removed_call_leaves_its_turn() -> None:
+    both = [calls("f", "{}", mint_call_id(0, place, short=False)) for place in range(2)]
+    results = [result(text, mint_call_id(0, 0, short=False)) for text in ("r", "again", "s")]
     _, known = read(input=[USER, both[0], *results, both[1]])
     assert len(known.messages[1].tool_calls) == 2
     request, _ = read(known, input=[USER, both[0], *results, USER])
     assert len(request.messages[1].tool_calls) == 1
 
 
-def test_equal_to_python_is_not_equal_on_the_wire() -> None:
+def test_values_equal_in_python_differ_on_the_wire() -> None:
     def telling(value: Any) -> list[list[Item]]:
         return [
             [USER, calls("f", {"flag": value}), USER],
@@ -322,7 +322,7 @@ def test_equal_to_python_is_not_equal_on_the_wire() -> None:
     assert read(known, input=added[1])[0].tools[0].parameters["default"] is not True
 
 
-ids = st.sampled_from([mint(turn, place, short=False) for turn in range(2) for place in range(2)] + ["x", "y"])
+ids = st.sampled_from([mint_call_id(turn, place, short=False) for turn in range(2) for place in range(2)] + ["x", "y"])
 item_ids = st.sampled_from([{}, {}, *({"id": f"fc_0{a}x{place}"} for a in "ab" for place in range(2))])
 flags = st.sampled_from([True, 1, 1.0, False, 0])
 items_of_any_kind = st.one_of(
@@ -343,17 +343,17 @@ items_of_any_kind = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_going_on_item_by_item_or_after_an_edit_reads_the_same_as_reading_all(data: st.DataObject) -> None:
+def test_incremental_reading_equals_reading_everything(data: st.DataObject) -> None:
     items = data.draw(st.lists(items_of_any_kind, min_size=1, max_size=8))
     instructions = data.draw(st.sampled_from([None, None, "be good"]))
-    known = Known()
+    known = ReadCache()
     for _ in range(data.draw(st.integers(1, 5))):
         body = {"model": "m", "instructions": instructions, "input": orjson.loads(orjson.dumps(items))}
         found, known = outcome(body, known)
-        fresh, anew = outcome(body, Known())
+        fresh, anew = outcome(body, ReadCache())
         assert found == fresh
         if not found.startswith("Request"):
-            known = Known()
+            known = ReadCache()
         else:
             assert (known.messages, known.starts, known.literal) == (anew.messages, anew.starts, anew.literal)
         action = data.draw(st.sampled_from(["append", "append", "cut", "edit", "insert"]))

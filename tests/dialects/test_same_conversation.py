@@ -1,4 +1,4 @@
-"""The same conversation told in the four dialects gives the same neutral messages, and the same token rows."""
+"""The same conversation in the four dialects gives the same neutral messages, and the same token rows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import telling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.dialects import wire_clients as telling
 from towline.conversation import Finish, Media, Message, Reply, Role, Tool, ToolCall
-from towline.dialects.base import Dialect, Known
+from towline.dialects.base import Dialect, ReadCache
 from towline.dialects.registry import all_dialects
-from towline.tokens import fingerprint
-from towline.tokens.codec import Codec, Frame
-from towline.tokens.continuation import Planner
-from towline.tokens.graph import Graph, Node
+from towline.tokens.codec import ModelCodec, RenderContext
+from towline.tokens.continuation.planner import Planner
+from towline.tokens.graph import fingerprint
+from towline.tokens.graph.graph import Graph, GraphNode
+from towline.tokens.graph.tool_results import order_tool_results
 from towline.tokens.loading import load_codec
-from towline.tokens.settle import settle
 
 TOOLS = (
     Tool("bash", "Runs a command.", {"type": "object", "properties": {"command": {"type": "string"}}}),
@@ -39,13 +39,13 @@ ARGUMENTS = st.dictionaries(
 
 
 @pytest.fixture(scope="module")
-def codec(assets: Path) -> Codec:
+def codec(assets: Path) -> ModelCodec:
     return load_codec(assets / "tokenizers" / "qwen3")
 
 
 @st.composite
 def pictures(draw: st.DrawFn, text: str, *, behind: bool = False) -> tuple[Media, ...]:
-    """None, one or two images in the text, or behind it."""
+    """Zero, one or two images in the text, or after it."""
     seen = draw(st.lists(st.binary(min_size=1, max_size=6), max_size=2, unique=True))
     places = sorted(draw(st.integers(0, len(text))) for _ in seen)
     return tuple(
@@ -82,41 +82,43 @@ def conversations(draw: st.DrawFn) -> list[Message]:
     return messages[:-1]
 
 
-def read(dialect: Dialect, messages: list[Message], known: Known) -> tuple[list[Message], tuple[Tool, ...], Known]:
+def read(
+    dialect: Dialect, messages: list[Message], known: ReadCache
+) -> tuple[list[Message], tuple[Tool, ...], ReadCache]:
     request, after = dialect.read(telling.calls_of(dialect.name, messages, TOOLS), known)
-    settle(request.messages)
+    order_tool_results(request.messages)
     return request.messages, request.tools, after
 
 
 @given(conversations())
 def test_the_same_messages_whatever_the_dialect(conversation: list[Message]) -> None:
     expected = list(conversation)
-    settle(expected)
+    order_tool_results(expected)
     for dialect in all_dialects():
-        messages, tools, _ = read(dialect, conversation, Known())
+        messages, tools, _ = read(dialect, conversation, ReadCache())
         assert messages == expected, dialect.name
         assert fingerprint.root_key(tools, {}) == fingerprint.root_key(TOOLS, {}), dialect.name
 
 
 @given(conversation=conversations())
 @settings(max_examples=15)
-def test_the_same_rows_whatever_the_dialect(codec: Codec, conversation: list[Message]) -> None:
+def test_the_same_rows_whatever_the_dialect(codec: ModelCodec, conversation: list[Message]) -> None:
     rows = [rows_of(dialect, codec, conversation) for dialect in all_dialects()]
     assert all(row == rows[0] for row in rows)
 
 
-def rows_of(dialect: Dialect, codec: Codec, conversation: list[Message]) -> list[list[int]]:
+def rows_of(dialect: Dialect, codec: ModelCodec, conversation: list[Message]) -> list[list[int]]:
     """The prompt of every turn, when each reply of the conversation is sampled and sent back in this dialect."""
-    graph, planner, frame, known = Graph(), Planner(codec), Frame(TOOLS), Known()
+    graph, planner, frame, known = Graph(), Planner(codec), RenderContext(TOOLS), ReadCache()
     prompts = []
     for place in [i for i, m in enumerate(conversation) if m.role == "assistant"] + [len(conversation)]:
         request, known = dialect.read(telling.calls_of(dialect.name, conversation[:place], TOOLS), known)
-        settle(request.messages)
+        order_tool_results(request.messages)
         plan = planner.plan(graph, request, "key", frame, planner.hashes(request.messages))
         length = (plan.parent.end if plan.parent else 0) + len(plan.suffix)
-        node = Node(
+        node = GraphNode(
             f"n{place}", len(graph.nodes), "key", plan.parent, plan.suffix, length, plan.request_hash, plan.request_hash,
-            covered=place, reason=plan.reason, new=plan.new, delivered=True,
+            message_count=place, reason=plan.reason, new=plan.new, delivered=True,
         )  # fmt: skip
         graph.add(node)
         prompts.append(graph.open_prompt(node).tolist())

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness_rig import INSTALLS
 
+from support.harnesses.harness_rig import INSTALLS
 from towline.harnesses.registry import find_harness
-from towline.node.harness_check import CheckResult, check
+from towline.node.harness_check import HarnessCheckResult, check_harness
 from towline.sandboxes.base import Runtime
-from towline.sandboxes.bubblewrap import BubblewrapRuntime
+from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
 from towline.tokens.loading import load_codec
 
 
@@ -24,9 +24,9 @@ async def runtime(tmp_path: Path) -> AsyncIterator[Runtime]:
     await made.close()
 
 
-async def run(name: str, runtime: Runtime, data: Path, assets: Path, **options: Any) -> CheckResult:
+async def run(name: str, runtime: Runtime, data: Path, assets: Path, **options: Any) -> HarnessCheckResult:
     codec = load_codec(assets / "tokenizers" / "qwen3")
-    return await check(
+    return await check_harness(
         find_harness(name), installs=INSTALLS, runtime=runtime, codec=codec, data=data, options=options, seconds=120
     )
 
@@ -53,9 +53,9 @@ cat <&3
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
-        ("echo I did nothing", "made no model call that reached the gateway; it last said: I did nothing"),
-        ('bash -c "$POST" x /v1/chat/completions; exit 3', "ended with exit code 3"),
-        ('bash -c "$POST" x /v1/chat/completions; bash -c "$POST" x /v2/unknown', "not answered: POST /v2/unknown 404"),
+        ("echo I did nothing", "made no model call that reached the gateway; its last output: I did nothing"),
+        ('bash -c "$POST" x /v1/chat/completions; exit 3', "exited with code 3"),
+        ('bash -c "$POST" x /v1/chat/completions; bash -c "$POST" x /v2/unknown', "refused: POST /v2/unknown 404"),
         ('bash -c "$POST" x /v1/chat/completions', ""),
     ],
     ids=["silent", "broken", "unknown path", "captured"],

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bare_root import make_bare_root
-from gateway_rig import assert_one_chain
-from harness_rig import INSTALLS, assert_exact, assert_journey, bench
-from harness_scripts import ANSWER
 
+from support.gateway.gateway_rig import assert_one_chain
+from support.harnesses.harness_rig import INSTALLS, assert_exact, assert_journey, bench
+from support.harnesses.harness_scripts import ANSWER
+from support.sandboxes.bare_root import make_bare_root
 from towline.harnesses.registry import find_harness
 
 ODD = "-p is no option; \"$HOME\" & `id` is $(text).\n\n- 'one'\n- two é日 {x}"
@@ -30,7 +30,7 @@ async def test_two_user_turns_are_one_exact_chain(tmp_path: Path, dialect: str) 
 
 
 async def test_it_runs_in_a_root_without_node(tmp_path: Path) -> None:
-    node = INSTALLS.place(find_harness("pi")) / "bin" / "node"
+    node = INSTALLS.path(find_harness("pi")) / "bin" / "node"
     async with bench("pi", tmp_path, root=str(make_bare_root(tmp_path / "root", node))) as pi:
         assert ANSWER in await pi.say(ODD)
         await assert_journey(pi, 1)

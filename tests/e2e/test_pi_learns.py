@@ -9,13 +9,13 @@ from random import Random
 
 import pytest
 import torch
-from harness_rig import INSTALLS
 
+from support.harnesses.harness_rig import INSTALLS
 from towline.conversation import ToolCall
-from towline.demo.session import BOUND, recompute
-from towline.engines.embedded import EmbeddedEngine, load
+from towline.demo.session import LOGPROB_BOUND, recompute
+from towline.engines.embedded import EmbeddedEngine, load_decoder
 from towline.tokens.loading import load_codec
-from towline.trainers.metrics import Metrics
+from towline.trainers.grpo.metrics import MetricsLog
 
 EXAMPLE = Path(__file__).parents[2] / "examples/pi_learns"
 sys.path.insert(0, str(EXAMPLE))
@@ -39,7 +39,7 @@ def _installed_pi() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prompt(_installed_pi: None) -> pi_prompt.Prompt:
-    return pi_prompt.hear()
+    return pi_prompt.record_prompt()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_the_warm_up_speaks_in_pis_own_context(prompt: pi_prompt.Prompt, model: 
 
 
 def test_rows_that_share_a_prefix_are_what_the_model_computes_of_each(prompt: pi_prompt.Prompt, model: Path) -> None:
-    codec, decoder, random = load_codec(model), load(model), Random(1)
+    codec, decoder, random = load_codec(model), load_decoder(model), Random(1)
     rows = torch.tensor([pi_model.conversation(codec, prompt, random).ids[:930] for _ in range(3)])
     with torch.no_grad():
         whole, after = decoder.hidden(rows), pi_model.hidden_after(decoder, rows[0, :800], rows[:, 800:])
@@ -101,11 +101,11 @@ async def test_a_session_of_pi_with_the_model_is_exact(model: Path) -> None:
     assert trajectory.reward is not None
     assert trajectory.reward.score == 0.0
     assert trajectory.report.trained_tokens > 0
-    assert recompute(model, [trajectory]) < BOUND
+    assert recompute(model, [trajectory]) < LOGPROB_BOUND
 
 
 def test_what_a_run_comes_to_is_its_last_five_updates_beside_its_first_five(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path)
+    metrics = MetricsLog(tmp_path)
     line = {"trained_tokens": 100, "row_tokens": 1000, "worst_logprob": 1e-6}
     for step in range(1, 13):
         metrics.write(step, {**line, "mean_reward": 0.2 if step <= 5 else step / 16, "sessions_used": 64 * step})

@@ -8,24 +8,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bare_root import make_bare_root
-from dockerd_rig import dockerd
-from harness_rig import INSTALLS
-from node_rig import running_node
-from ordinary_user import SECONDS, run_tests
 
+from support.harnesses.harness_rig import INSTALLS
+from support.node.node_rig import running_node
+from support.sandboxes.bare_root import make_bare_root
+from support.sandboxes.dockerd_rig import dockerd
+from support.sandboxes.ordinary_user import SECONDS, run_tests
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say, example_arguments
 from towline.harnesses.registry import find_harness
+from towline.runs.run import run_group
 from towline.schema import EndReason, SandboxKind, SessionState, Task
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
 
 pytestmark = pytest.mark.usefixtures("_installed")
 
 
 @pytest.fixture(scope="module")
-def codec(assets: Path) -> Codec:
+def codec(assets: Path) -> ModelCodec:
     return load_codec(assets / "tokenizers" / "qwen3")
 
 
@@ -45,7 +46,7 @@ def writes_hello(request: Request) -> Say:
     )
 
 
-async def does_the_task(codec: Codec, out: Path, sandbox: SandboxKind, root: str = "") -> None:
+async def does_the_task(codec: ModelCodec, out: Path, sandbox: SandboxKind, root: str = "") -> None:
     task = Task.model_validate(
         {
             "task_id": "everywhere",
@@ -60,7 +61,7 @@ async def does_the_task(codec: Codec, out: Path, sandbox: SandboxKind, root: str
     cache.mkdir(parents=True)
     (cache / "harnesses").symlink_to(INSTALLS.folder)
     async with running_node(codec, out, writes_hello, sandbox=sandbox, cache=cache) as rig:
-        (done,) = await rig.node.run_group(task)
+        (done,) = await run_group(rig.node, task)
     trajectory = done.trajectory
     assert done.session.state is SessionState.DONE, trajectory.error
     assert trajectory.end_reason is EndReason.EXITED, (done.logs / "harness.log").read_text()
@@ -72,18 +73,18 @@ async def does_the_task(codec: Codec, out: Path, sandbox: SandboxKind, root: str
     assert trajectory.metadata["sandbox"] == sandbox
 
 
-async def test_bubblewrap_over_the_hosts_own_root(codec: Codec, tmp_path: Path) -> None:
+async def test_bubblewrap_over_the_hosts_own_root(codec: ModelCodec, tmp_path: Path) -> None:
     await does_the_task(codec, tmp_path, SandboxKind.BUBBLEWRAP)
 
 
-async def test_bubblewrap_over_a_root_without_python_or_node(codec: Codec, tmp_path: Path) -> None:
-    node = INSTALLS.place(find_harness("pi")) / "bin" / "node"
+async def test_bubblewrap_over_a_root_without_python_or_node(codec: ModelCodec, tmp_path: Path) -> None:
+    node = INSTALLS.path(find_harness("pi")) / "bin" / "node"
     root = make_bare_root(tmp_path / "root", node)
     await does_the_task(codec, tmp_path / "out", SandboxKind.BUBBLEWRAP, str(root))
 
 
-async def test_docker(codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = INSTALLS.place(find_harness("pi")) / "bin" / "node"
+async def test_docker(codec: ModelCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = INSTALLS.path(find_harness("pi")) / "bin" / "node"
     root = make_bare_root(tmp_path / "root", node)
     engine = tmp_path / "engine"
     engine.mkdir()

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sdk_clients
-from gateway_rig import Rig, running_gateway
 
+from support.dialects import sdk_clients
+from support.gateway.gateway_rig import Rig, running_gateway
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say
 from towline.schema import Trajectory
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
 
 TOO_LONG = {
@@ -37,7 +37,7 @@ MODELS = {"chat": "gpt-9", "responses": "gpt-9-codex", "messages": "claude-opus-
 
 
 @pytest.fixture(scope="module")
-def codec(assets: Path) -> Codec:
+def codec(assets: Path) -> ModelCodec:
     return load_codec(assets / "tokenizers" / "qwen3")
 
 
@@ -90,7 +90,7 @@ async def opened(rig: Rig) -> tuple[str, str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_python_sdk(dialect: str, stream: bool, codec: Codec, tmp_path: Path) -> None:
+async def test_python_sdk(dialect: str, stream: bool, codec: ModelCodec, tmp_path: Path) -> None:
     async with running_gateway(codec, tmp_path, agent) as rig:
         root, key, session = await opened(rig)
         client = getattr(sdk_clients, dialect)(root, key, MODELS[dialect], stream)
@@ -100,7 +100,7 @@ async def test_python_sdk(dialect: str, stream: bool, codec: Codec, tmp_path: Pa
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_python_sdk_raises_its_own_errors(dialect: str, stream: bool, codec: Codec, tmp_path: Path) -> None:
+async def test_python_sdk_raises_its_own_errors(dialect: str, stream: bool, codec: ModelCodec, tmp_path: Path) -> None:
     async with running_gateway(codec, tmp_path, agent) as rig:
         short = await rig.open(**SHORT)
         client, stranger = (
@@ -118,7 +118,7 @@ async def test_python_sdk_raises_its_own_errors(dialect: str, stream: bool, code
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_going_on_from_an_answers_id(stream: bool, codec: Codec, tmp_path: Path) -> None:
+async def test_going_on_from_an_answers_id(stream: bool, codec: ModelCodec, tmp_path: Path) -> None:
     async with running_gateway(codec, tmp_path, agent) as rig:
         root, key, session = await opened(rig)
         client = sdk_clients.responses(root, key, MODELS["responses"], stream, by_id=True)
@@ -128,7 +128,7 @@ async def test_going_on_from_an_answers_id(stream: bool, codec: Codec, tmp_path:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_typescript_sdk(dialect: str, stream: bool, codec: Codec, tmp_path: Path) -> None:
+async def test_typescript_sdk(dialect: str, stream: bool, codec: ModelCodec, tmp_path: Path) -> None:
     assert (NODE / "node_modules").is_dir(), "the TypeScript SDKs are not installed; run: make node"
     async with running_gateway(codec, tmp_path, agent) as rig:
         root, key, session = await opened(rig)
@@ -150,7 +150,7 @@ async def test_typescript_sdk(dialect: str, stream: bool, codec: Codec, tmp_path
         check(result["turns"], await rig.seal(session), dialect)
 
 
-async def test_four_dialects_give_the_same_rows(codec: Codec, tmp_path: Path) -> None:
+async def test_four_dialects_give_the_same_rows(codec: ModelCodec, tmp_path: Path) -> None:
     async with running_gateway(codec, tmp_path, agent) as rig:
         rows = []
         for dialect in DIALECTS:

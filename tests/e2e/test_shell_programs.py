@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import assert_one_chain
-from harness_rig import INSTALLS, Bench, assert_exact, assert_journey, bench
-from harness_scripts import ANSWER
 
+from support.gateway.gateway_rig import assert_one_chain
+from support.harnesses.harness_rig import INSTALLS, Bench, assert_exact, assert_journey, bench
+from support.harnesses.harness_scripts import ANSWER
 from towline.harnesses.shell import HARNESS, PROGRAM
 from towline.sandboxes.base import execute
 from towline.schema import Task
 
-FOLDER = str(Path(__file__).parent / "programs")
+FOLDER = str(Path(__file__).parents[1] / "support" / "harnesses" / "programs")
 ODD = "Please leave your marks; \"$HOME\" & `id` is $(text), and so is 'this' {key}.\n- é日"
 LINES: dict[str, dict[str, Any]] = {
     "chat": {"command": "python3 {program}/stdlib.py {instruction}", "folder": FOLDER, "resumes": True},

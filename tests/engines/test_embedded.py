@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from towline.conversation import Finish
-from towline.engines.base import Capture, Engine, PauseMode, Sample, SampleRequest
-from towline.engines.embedded import Decoder, DecoderConfig, EmbeddedEngine, create, save
+from towline.engines.base import CaptureLevel, Engine, PauseMode, Sample, SampleRequest
+from towline.engines.embedded import Decoder, DecoderConfig, EmbeddedEngine, create_decoder, save_decoder
 from towline.engines.embedded.loop import StepLoop
 from towline.errors import ConfigError, EngineError
 
@@ -38,7 +38,7 @@ CONFIG = DecoderConfig(
 
 
 def decoder(seed: int = 0) -> Decoder:
-    return create(CONFIG, seed)
+    return create_decoder(CONFIG, seed)
 
 
 def text(ids: Sequence[int]) -> str:
@@ -76,6 +76,12 @@ async def engine(model: Decoder | Path, **options: Any) -> AsyncIterator[Embedde
         await made.close()
 
 
+async def step(served: EmbeddedEngine) -> None:
+    """Return after the engine's loop had the opportunity for a step: it steps between two messages."""
+    await served.abort([])
+    await served.abort([])
+
+
 async def until(condition: Callable[[], bool]) -> None:
     for _ in range(60_000):
         if condition():
@@ -100,9 +106,9 @@ async def test_every_recorded_logprob_is_that_of_a_full_forward_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     """48 conversations of three turns, 16 at once: sampled, greedy and forced, long and short, with shared prefixes."""
-    monkeypatch.setattr("towline.engines.embedded.grouping.CALL", call)
+    monkeypatch.setattr("towline.engines.embedded.batch.CALL_COST", call)
     model = decoder()
-    save(model, tmp_path)
+    save_decoder(model, tmp_path)
 
     async def converse(served: EmbeddedEngine, index: int) -> None:
         ids = prompt((index % 3, 40 + 60 * (index % 2)), (index, 1 + index % 9))
@@ -129,7 +135,7 @@ async def test_every_recorded_logprob_is_that_of_a_full_forward_pass(
 
     async with engine(tmp_path, prefill_chunk=23) as served:
         assert isinstance(served, Engine)
-        assert served.info.capture is Capture.TOKENS
+        assert served.info.capture is CaptureLevel.TOKENS
         assert (served.info.context, served.info.vocabulary, served.version) == (4096, VOCABULARY, 0)
         await asyncio.gather(*(converse(served, index) for index in range(48)))
         assert served.stats.cached_tokens > 5000
@@ -202,7 +208,7 @@ async def test_a_long_prompt_does_not_hold_up_the_others() -> None:
 async def test_weights_are_swapped_in_flight_and_every_token_says_which_it_came_from(tmp_path: Path) -> None:
     models = [decoder(seed) for seed in range(3)]
     for version, model in enumerate(models):
-        save(model, tmp_path / str(version))
+        save_decoder(model, tmp_path / str(version))
     async with engine(tmp_path / "0") as served:
 
         async def turn(index: int) -> tuple[np.ndarray, list[Sample]]:
@@ -251,7 +257,7 @@ async def test_weights_are_swapped_in_flight_and_every_token_says_which_it_came_
             proven(models[2], fresh, sample)
             assert sample.cached_tokens == cached
 
-        other = create(DecoderConfig.from_json(CONFIG.to_json() | {"num_hidden_layers": 1}), 0)
+        other = create_decoder(DecoderConfig.from_json(CONFIG.to_json() | {"num_hidden_layers": 1}), 0)
         with pytest.raises(EngineError, match="another model"):
             await served.update_weights(other, 3)
         with pytest.raises(EngineError, match="cannot read"):
@@ -260,7 +266,7 @@ async def test_weights_are_swapped_in_flight_and_every_token_says_which_it_came_
         proven(models[2], fresh, await served.sample(SampleRequest(fresh, 5)))
 
 
-async def test_pause_drains_or_aborts_and_resume_goes_on() -> None:
+async def test_pause_drains_or_aborts_and_resume_continues() -> None:
     model = decoder()
     async with engine(model, max_batch=4) as served:
 
@@ -270,11 +276,12 @@ async def test_pause_drains_or_aborts_and_resume_goes_on() -> None:
         running = begin(4, 80)
         await until(lambda: served.stats.decoded_tokens > 8)
         queued = begin(3, 5)
+        await until(lambda: served.stats.waiting_turns == 3)
         await served.pause(PauseMode.DRAIN)
         assert [(await task).finish for task in running] == [Finish.LENGTH] * 4
         waiting = asyncio.create_task(served.ready())
         steps = served.stats.steps
-        await asyncio.sleep(0.02)
+        await step(served)
         assert served.stats.steps == steps
         assert not any(task.done() for task in [*queued, waiting])
         await served.resume()
@@ -302,7 +309,8 @@ async def test_pause_drains_or_aborts_and_resume_goes_on() -> None:
         # An update leaves a paused engine paused, and a running one running.
         await served.update_weights(model, 8)
         waiting = asyncio.create_task(served.sample(SampleRequest(whole, 2)))
-        await asyncio.sleep(0.02)
+        await until(lambda: served.stats.waiting_turns == 1)
+        await step(served)
         assert not waiting.done()
         await served.resume()
         assert (await waiting).versions.tolist() == [8, 8]
@@ -450,7 +458,7 @@ async def test_truncated_sampling_is_flagged_and_scored_as_drawn() -> None:
             np.testing.assert_allclose(scored.logprobs, sample.logprobs, atol=1e-4)
 
 
-async def test_what_cannot_be_served_is_an_error_and_harms_nobody(
+async def test_invalid_requests_fail_without_affecting_other_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = decoder()
@@ -499,21 +507,21 @@ async def test_what_cannot_be_served_is_an_error_and_harms_nobody(
         with torch.no_grad():
             broken.model.norm.weight.fill_(float("nan"))
         await served.update_weights(broken, 1)
-        with pytest.raises(EngineError, match="version 1 give logits that are not numbers"):
+        with pytest.raises(EngineError, match="version 1 give logits that are NaN"):
             await served.sample(SampleRequest(ids, 5))
         await served.update_weights(model, 2)
 
-        from towline.engines.embedded.runner import Runner
+        from towline.engines.embedded.runner import ModelRunner
 
         with monkeypatch.context() as patch:
-            patch.setattr(Runner, "hidden", lambda *_: torch.zeros(1) @ torch.zeros(2))
+            patch.setattr(ModelRunner, "hidden", lambda *_: torch.zeros(1) @ torch.zeros(2))
             with pytest.raises(EngineError, match="the step failed: RuntimeError"):
                 await served.sample(SampleRequest(ids, 5))
         proven(model, ids, await served.sample(SampleRequest(ids, 30)))
         assert served.stats.used_slots == 0
 
     async with engine(model) as served:
-        with pytest.raises(EngineError, match="made with `decode`"):
+        with pytest.raises(EngineError, match="created with `decode`"):
             await served.sample(SampleRequest(ids, 5, stop_strings=("x",)))
 
 

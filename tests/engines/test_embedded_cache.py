@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from towline.engines.embedded.cache import Lease, Node, RadixCache, common_prefix
+from towline.engines.embedded.cache import PrefixLease, RadixCache, RadixNode, common_prefix
 
 CAPACITY = 40
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=18)
@@ -20,7 +20,7 @@ def array(ids: list[int]) -> np.ndarray:
 class Holder:
     """A turn: leased tokens, then its own."""
 
-    def __init__(self, ids: list[int], lease: Lease, slots: np.ndarray, own: np.ndarray, version: int):
+    def __init__(self, ids: list[int], lease: PrefixLease, slots: np.ndarray, own: np.ndarray, version: int):
         self.ids, self.lease, self.version = ids, lease, version
         self.slots = np.concatenate((slots, own))
 
@@ -61,7 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
     def end(self, pick: int) -> None:
         if self.holders:
             holder = self.holders.pop(pick % len(self.holders))
-            self.cache.give_back(holder.slots[holder.lease.length :])
+            self.cache.free_slots(holder.slots[holder.lease.length :])
             self.cache.release(holder.lease)
 
     @rule()
@@ -81,7 +81,7 @@ class CacheMachine(RuleBasedStateMachine):
     def every_slot_is_in_one_place(self) -> None:
         places = self.cache._free[: self.cache.free].tolist()
         evictable = 0
-        pending: list[Node] = [self.cache.root]
+        pending: list[RadixNode] = [self.cache.root]
         while pending:
             node = pending.pop()
             pending.extend(node.children.values())
@@ -152,7 +152,7 @@ def test_least_recently_used_goes_first_and_from_the_end() -> None:
     assert (held(cache, [1, 2, 3, 4]), held(cache, [7, 8, 9])) == (3, 0)
     cache.release(lease)
     for slots in (taken, more, rest):
-        cache.give_back(slots)
+        cache.free_slots(slots)
     assert cache.available == 12
     assert cache.evicted == 6
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from towline.engines.embedded import Decoder, DecoderConfig, RopeScaling, create, load, save
-from towline.engines.embedded.batch import Batch, Group, Span
-from towline.engines.embedded.runner import Runner, Weights
+from towline.engines.embedded import Decoder, DecoderConfig, RopeScaling, create_decoder, load_decoder, save_decoder
+from towline.engines.embedded.batch import DecodeGroup, PrefillSpan, StepBatch
+from towline.engines.embedded.runner import ModelRunner, RunnerWeights
 from towline.errors import ConfigError
 
 torch.set_num_threads(1)
@@ -43,7 +43,7 @@ each_variant = pytest.mark.parametrize("config", VARIANTS, ids=lambda config: co
 
 def lively(config: DecoderConfig, seed: int = 1) -> Decoder:
     """A decoder whose every weight matters: norms away from 1, biases away from 0, sharp attention."""
-    decoder = create(config, seed)
+    decoder = create_decoder(config, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
@@ -132,16 +132,16 @@ def test_incremental_is_the_full_forward(config: DecoderConfig) -> None:
     slots = generator.permutation(np.arange(1, 101))
     tables = [slots[:9], slots[9:30], slots[30:60]]
     tables[0][:shared] = tables[1][:shared] = tables[2][:shared]
-    runner = Runner(Weights.of(decoder), 100, 128)
+    runner = ModelRunner(RunnerWeights.of(decoder), 100, 128)
     logits = [np.zeros((len(row), config.vocab_size), dtype=np.float32) for row in rows]
     done = [0, 0, 0]
 
     def step(sizes: list[int], together: bool = True) -> None:
         """The next `sizes[i]` tokens of sequence `i`; single tokens attend together or each alone."""
         parts = sorted((size, index) for index, size in enumerate(sizes) if size)
-        pieces = [(index, done[index], done[index] + size) for size, index in parts]
-        singles = [(index, stop) for index, start, stop in pieces if stop - start == 1]
-        ends = np.cumsum([stop - start for _, start, stop in pieces]).tolist()
+        chunks = [(index, done[index], done[index] + size) for size, index in parts]
+        singles = [(index, stop) for index, start, stop in chunks if stop - start == 1]
+        ends = np.cumsum([stop - start for _, start, stop in chunks]).tolist()
         groups = []
         for first, last in [(0, len(singles))] if together else [(at, at + 1) for at in range(len(singles))]:
             members = singles[first:last]
@@ -151,24 +151,24 @@ def test_incremental_is_the_full_forward(config: DecoderConfig) -> None:
                 row[: stop - prefix] = tables[index][prefix:stop]
             lengths = np.array([stop - prefix for _, stop in members], dtype=np.int64)
             if members:
-                groups.append(Group(first, last, tables[members[0][0]][:prefix], contexts, lengths))
+                groups.append(DecodeGroup(first, last, tables[members[0][0]][:prefix], contexts, lengths))
         spans = [
-            Span(end - (stop - start), end, tables[index][:start])
-            for end, (index, start, stop) in zip(ends, pieces, strict=True)
+            PrefillSpan(end - (stop - start), end, tables[index][:start])
+            for end, (index, start, stop) in zip(ends, chunks, strict=True)
             if stop - start > 1
         ]
         with torch.inference_mode():
             hidden = runner.hidden(
-                Batch(
-                    ids=np.concatenate([rows[index][start:stop] for index, start, stop in pieces]),
-                    positions=np.concatenate([np.arange(start, stop) for _, start, stop in pieces]),
-                    slots=np.concatenate([tables[index][start:stop] for index, start, stop in pieces]),
+                StepBatch(
+                    ids=np.concatenate([rows[index][start:stop] for index, start, stop in chunks]),
+                    positions=np.concatenate([np.arange(start, stop) for _, start, stop in chunks]),
+                    slots=np.concatenate([tables[index][start:stop] for index, start, stop in chunks]),
                     groups=groups,
                     spans=spans,
                 )
             )
             found = runner.logits(hidden).numpy()
-        for end, (index, start, stop) in zip(ends, pieces, strict=True):
+        for end, (index, start, stop) in zip(ends, chunks, strict=True):
             logits[index][start:stop] = found[end - (stop - start) : end]
             done[index] = stop
 
@@ -191,8 +191,8 @@ def test_incremental_is_the_full_forward(config: DecoderConfig) -> None:
 @each_variant
 def test_save_and_load_keep_every_weight_and_name(config: DecoderConfig, tmp_path: Path) -> None:
     decoder = lively(config)
-    save(decoder, tmp_path / "a" / "model")
-    again = load(tmp_path / "a" / "model")
+    save_decoder(decoder, tmp_path / "a" / "model")
+    again = load_decoder(tmp_path / "a" / "model")
     assert again.config == config
     assert set(again.state_dict()) == set(decoder.state_dict())
     for name, weight in decoder.state_dict().items():
@@ -209,7 +209,7 @@ def test_save_and_load_keep_every_weight_and_name(config: DecoderConfig, tmp_pat
 def test_folders_in_other_forms(tmp_path: Path) -> None:
     """Shards, half precision, a redundant head, the newer rotary fields; and what must be refused."""
     decoder = lively(VARIANTS[0])
-    save(decoder, tmp_path)
+    save_decoder(decoder, tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(path).items()}
     names = sorted(tensors)
@@ -223,7 +223,7 @@ def test_folders_in_other_forms(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    halved = load(tmp_path)
+    halved = load_decoder(tmp_path)
     assert halved.config == decoder.config
     for name, weight in decoder.state_dict().items():
         assert torch.equal(halved.state_dict()[name], weight.bfloat16().float()), name
@@ -231,13 +231,13 @@ def test_folders_in_other_forms(tmp_path: Path) -> None:
     def refused(reason: str, **changes: object) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(ConfigError, match=reason):
-            load(tmp_path)
+            load_decoder(tmp_path)
 
-    refused("has no place in a llama model", model_type="llama")
+    refused("is not a weight of a llama model", model_type="llama")
     refused("model_type 'gpt2'", model_type="gpt2")
-    refused("the config asks for", vocab_size=62)
+    refused("the config needs", vocab_size=62)
     refused("'vocab_size'|cannot be used", vocab_size=None)
-    refused("no multiple", num_attention_heads=5)
+    refused("not a multiple", num_attention_heads=5)
     refused("sliding-window", use_sliding_window=True)
     refused("hidden_act", hidden_act="gelu")
     refused("rotary scaling 'yarn'", rope_parameters={"rope_type": "yarn", "factor": 4.0})
@@ -247,36 +247,38 @@ def test_folders_in_other_forms(tmp_path: Path) -> None:
     refused("lacks weights: lm_head.weight", tie_word_embeddings=False)
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(ConfigError, match="cannot read"):
-        load(tmp_path)
+        load_decoder(tmp_path)
 
 
 def test_a_save_replaces_the_file_as_a_whole(tmp_path: Path) -> None:
     """Whoever has the old file still reads the old weights."""
     first, second = lively(VARIANTS[0]), lively(VARIANTS[0], seed=9)
-    save(first, tmp_path / "model")
+    save_decoder(first, tmp_path / "model")
     (tmp_path / "old.safetensors").hardlink_to(tmp_path / "model" / "model.safetensors")
-    save(second, tmp_path / "model")
-    assert torch.equal(load(tmp_path / "model").head, second.head)
+    save_decoder(second, tmp_path / "model")
+    assert torch.equal(load_decoder(tmp_path / "model").head, second.head)
     assert torch.equal(load_file(tmp_path / "old.safetensors")["model.embed_tokens.weight"], first.head)
 
 
 def test_a_failed_save_leaves_the_old_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = lively(VARIANTS[0])
-    save(decoder, tmp_path)
+    save_decoder(decoder, tmp_path)
 
-    def broken(tensors: object, path: Path, metadata: object) -> None:
-        path.write_bytes(b"half of it")
+    def full(file: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("towline.engines.embedded.model.save_file", broken)
+    monkeypatch.setattr("towline.common.files.os.fsync", full)
     with pytest.raises(OSError, match="disk full"):
-        save(lively(VARIANTS[0], seed=9), tmp_path)
-    assert torch.equal(load(tmp_path).head, decoder.head)
+        save_decoder(lively(VARIANTS[0], seed=9), tmp_path)
+    assert torch.equal(load_decoder(tmp_path).head, decoder.head)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_tied_weights_learn_as_one_and_seeds_decide() -> None:
-    tied, untied = create(VARIANTS[0], 5), create(dataclasses.replace(VARIANTS[0], tie_word_embeddings=False), 5)
+    tied, untied = (
+        create_decoder(VARIANTS[0], 5),
+        create_decoder(dataclasses.replace(VARIANTS[0], tie_word_embeddings=False), 5),
+    )
     ids = torch.tensor([[1, 2, 3]])
     for decoder in (tied, untied):
         decoder(ids)[0, :, 40].sum().backward()
@@ -284,15 +286,15 @@ def test_tied_weights_learn_as_one_and_seeds_decide() -> None:
     # Id 40 is only an output: its row of a tied embedding learns through the head, of an untied one it does not.
     assert tied.model.embed_tokens.weight.grad[40].abs().sum() > 0
     assert untied.model.embed_tokens.weight.grad[40].abs().sum() == 0
-    assert torch.equal(create(VARIANTS[0], 5).head, tied.head)
-    assert not torch.equal(create(VARIANTS[0], 6).head, tied.head)
+    assert torch.equal(create_decoder(VARIANTS[0], 5).head, tied.head)
+    assert not torch.equal(create_decoder(VARIANTS[0], 6).head, tied.head)
     before = torch.random.get_rng_state()
-    create(VARIANTS[0], 7)
+    create_decoder(VARIANTS[0], 7)
     assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_a_small_decoder_learns() -> None:
-    decoder = create(VARIANTS[0], 0)
+    decoder = create_decoder(VARIANTS[0], 0)
     optimiser = torch.optim.Adam(decoder.parameters(), lr=1e-2)
     rows = torch.randint(0, 61, (4, 12), generator=torch.Generator().manual_seed(0))
     losses = []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from towline.conversation import Finish
 from towline.engines.base import Sample, SampleRequest
-from towline.engines.embedded import DecoderConfig, EmbeddedEngine, Stats, create
+from towline.engines.embedded import DecoderConfig, EmbeddedEngine, EmbeddedStats, create_decoder
 
 torch.set_num_threads(1)
 
@@ -28,7 +28,7 @@ CONFIG = DecoderConfig(
     max_position_embeddings=256,
     initializer_range=0.3,
 )
-MODEL = create(CONFIG, 0)
+MODEL = create_decoder(CONFIG, 0)
 
 
 def served(
@@ -38,13 +38,13 @@ def served(
     chunk: int,
     call: int = 1024,
     ended: list[int] | None = None,
-) -> tuple[list[Sample], Stats]:
+) -> tuple[list[Sample], EmbeddedStats]:
     """All requests at once through an engine of its own; with `call` 0, whatever can attend together does.
 
     `ended` takes the order in which they end.
     """
 
-    async def run() -> tuple[list[Sample], Stats]:
+    async def run() -> tuple[list[Sample], EmbeddedStats]:
         engine = EmbeddedEngine(
             MODEL, threads=1, max_cached_tokens=slots, max_batch=batch, prefill_chunk=chunk, context=256
         )
@@ -59,7 +59,7 @@ def served(
         return samples, stats
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("towline.engines.embedded.grouping.CALL", call)
+        patch.setattr("towline.engines.embedded.batch.CALL_COST", call)
         return asyncio.run(run())
 
 

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towline.engines.embedded.sampler import Sampler, distribution, score
-from towline.engines.embedded.turn import Turn
-from towline.engines.stops import StopStrings
+from towline.engines.embedded.runner import Sampler, distribution, score
+from towline.engines.embedded.turn import EngineTurn
+from towline.engines.stop_strings import StopStrings
 
 torch.set_num_threads(1)
 
 
-def turn(temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int | None = None) -> Turn:
+def turn(temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int | None = None) -> EngineTurn:
     random = None if seed is None else np.random.default_rng(seed)
     ids = np.zeros(2, dtype=np.int32)
-    return Turn("", ids, 1, 1, False, temperature, top_p, top_k, frozenset(), None, random, lambda sample: None)
+    return EngineTurn("", ids, 1, 1, False, temperature, top_p, top_k, frozenset(), None, random, lambda sample: None)
 
 
 def defined(logits: list[float], temperature: float, top_p: float, top_k: int) -> list[float]:

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import gguf_rig
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from support.engines import gguf_rig
 from towline.conversation import Finish
-from towline.engines.base import Capture, Loaded, PauseMode, Sample, SampleRequest, Watched
+from towline.engines.base import CaptureLevel, EngineLoad, PauseMode, ReportsHealth, ReportsLoad, Sample, SampleRequest
 from towline.engines.embedded.model import Decoder
-from towline.engines.llamacpp import Gguf, LlamaCppEngine, model_folder
-from towline.engines.llamacpp.slots import Slots
+from towline.engines.llamacpp import GgufFile, LlamaCppEngine, model_folder
+from towline.engines.llamacpp.server import ServerSlots
+from towline.engines.stalls import StallDetector
 from towline.errors import ConfigError, EngineError
 from towline.tokens.loading import load_codec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = gguf_rig.ids(gguf_rig.IM_START, range(70, 90), gguf_rig.IM_END, 5, gguf_rig.IM_START, range(30, 40))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(60_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise TimeoutError("the condition never came true")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,7 @@ def file(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(file: Path) -> AsyncIterator[LlamaCppEngine]:
-    codec = load_codec(model_folder(Gguf.read(file)))
+    codec = load_codec(model_folder(GgufFile.read(file)))
     made = LlamaCppEngine(file, decode=codec.tokenizer.decode, slots=2, seed=1)
     await made.start()
     yield made
@@ -57,12 +66,12 @@ def inside_characters(sample: Sample) -> int:
 
 async def test_an_engine_says_what_it_is(engine: LlamaCppEngine, file: Path) -> None:
     info = engine.info
-    assert (info.name, info.capture, info.context) == ("llamacpp", Capture.TOKENS, 512)
+    assert (info.name, info.capture, info.context) == ("llamacpp", CaptureLevel.TOKENS, 512)
     assert info.vocabulary == len(gguf_rig.BYTES["tokens"])
     assert info.details["prefix_caching"] == "on"
     assert info.details["route"] == "/completion"
-    assert isinstance(engine, Loaded)
-    assert isinstance(engine, Watched)
+    assert isinstance(engine, ReportsLoad)
+    assert isinstance(engine, ReportsHealth)
     assert await engine.healthy()
 
 
@@ -129,7 +138,7 @@ async def test_a_prefix_is_computed_once_and_stays_while_others_talk(engine: Lla
     assert third.cached_tokens >= len(other) + len(beside.ids) - 1
 
 
-async def test_a_turn_ends_at_what_it_is_told_to_end_at(engine: LlamaCppEngine) -> None:
+async def test_a_turn_ends_at_its_stop_ids_and_stop_strings(engine: LlamaCppEngine) -> None:
     free = await engine.sample(asking(60, seed=9))
     assert free.finish is Finish.LENGTH
     # An ordinary token, which llama.cpp itself would not stop at.
@@ -175,7 +184,7 @@ async def test_what_does_not_fit_ends_or_is_refused(engine: LlamaCppEngine) -> N
         "the context 512": asking(1, np.resize(PROMPT, 513)),
         "the prompt is empty": asking(1, []),
         "vocabulary": asking(1, [9999]),
-        "scores no given ids": asking(1, forced=gguf_rig.ids(5)),
+        "cannot score forced ids": asking(1, forced=gguf_rig.ids(5)),
     }
     for words, request in refused.items():
         with pytest.raises(EngineError, match=words):
@@ -185,10 +194,8 @@ async def test_what_does_not_fit_ends_or_is_refused(engine: LlamaCppEngine) -> N
 async def test_more_turns_than_slots_wait_and_all_are_right(engine: LlamaCppEngine, decoder: Decoder) -> None:
     requests = [asking(20, gguf_rig.ids(gguf_rig.IM_START, range(10 + n, 40 + n)), seed=n) for n in range(7)]
     flying = [asyncio.create_task(engine.sample(request)) for request in requests]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    load = await engine.load()
-    assert (load.running, load.waiting) == (2, 5)
+    await until(lambda: engine._slots.running + engine._slots.waiting == 7)
+    assert await engine.load() == EngineLoad(2, 5)
     for request, sample in zip(requests, await asyncio.gather(*flying), strict=True):
         assert gguf_rig.differences(decoder, request, sample).max() < 1e-3
     assert (await engine.load()).running == 0
@@ -197,7 +204,7 @@ async def test_more_turns_than_slots_wait_and_all_are_right(engine: LlamaCppEngi
 async def test_pause_abort_and_cancel(engine: LlamaCppEngine, decoder: Decoder) -> None:
     async def begun(request: SampleRequest) -> asyncio.Task[Sample]:
         task = asyncio.create_task(engine.sample(request))
-        while not any(flight.request is request and flight.ids for flight in engine._flights):
+        while not any(turn.request is request and turn.ids for turn in engine._active):
             assert not task.done()
             await asyncio.sleep(0.001)
         return task
@@ -214,8 +221,10 @@ async def test_pause_abort_and_cancel(engine: LlamaCppEngine, decoder: Decoder) 
     task = await begun(request)
     await engine.pause(PauseMode.ABORT)
     assert (await task).finish is Finish.ABORT
-    waiting = asyncio.create_task(engine.sample(asking(5)))
-    await asyncio.sleep(0.05)
+    late = asking(5)
+    detector = late.stall_detector = StallDetector(60.0)
+    waiting = asyncio.create_task(engine.sample(late))
+    await until(lambda: detector.is_suspended)
     assert not waiting.done()
     await engine.resume(3)
     await engine.ready()
@@ -265,7 +274,7 @@ async def test_weights_are_replaced_by_another_file_of_the_model(file: Path, dec
         await engine.close()
 
 
-async def test_a_server_answers_nobody_else(engine: LlamaCppEngine) -> None:
+async def test_the_server_refuses_requests_without_its_key(engine: LlamaCppEngine) -> None:
     import aiohttp
 
     assert engine.url.startswith("http://127.0.0.1:")
@@ -273,18 +282,16 @@ async def test_a_server_answers_nobody_else(engine: LlamaCppEngine) -> None:
         assert answer.status == 401
 
 
-async def test_a_file_that_cannot_be_used_is_said_to_be(tmp_path: Path, decoder: Decoder) -> None:
+async def test_unreadable_files_are_refused_with_the_reason(tmp_path: Path, decoder: Decoder) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         LlamaCppEngine(tmp_path / "none.gguf")
     (tmp_path / "text.gguf").write_text("hello")
-    with pytest.raises(ConfigError, match="does not begin with"):
+    with pytest.raises(ConfigError, match="not a readable GGUF file"):
         LlamaCppEngine(tmp_path / "text.gguf")
     whole = gguf_rig.write(tmp_path / "whole.gguf", decoder, gguf_rig.BYTES)
     (tmp_path / "half.gguf").write_bytes(whole.read_bytes()[:20000])
-    engine = LlamaCppEngine(tmp_path / "half.gguf")
-    with pytest.raises(EngineError, match="cannot load"):
-        await engine.start()
-    await engine.close()
+    with pytest.raises(ConfigError, match="not a readable GGUF file"):
+        LlamaCppEngine(tmp_path / "half.gguf")
 
 
 async def test_a_server_that_does_not_end_is_left_behind(
@@ -296,7 +303,7 @@ async def test_a_server_that_does_not_end_is_left_behind(
         def __del__(self) -> None:
             never.wait(60)
 
-    monkeypatch.setattr("towline.engines.llamacpp.engine._ENDING", 0.1)
+    monkeypatch.setattr("towline.engines.llamacpp.server._END_TIMEOUT", 0.1)
     engine = LlamaCppEngine(file)
     engine._server = Stuck()
     await engine.close()
@@ -304,24 +311,24 @@ async def test_a_server_that_does_not_end_is_left_behind(
     assert "has not ended within 0.1 s" in caplog.text
 
 
-async def test_a_slot_goes_to_who_shares_its_prefix_else_to_the_oldest() -> None:
-    slots = Slots(2)
+async def test_a_turn_gets_the_slot_that_shares_its_prefix_else_the_least_recently_used() -> None:
+    slots = ServerSlots(2)
     one, other = gguf_rig.ids(1, 2, 3), gguf_rig.ids(7, 8)
-    async with slots.taken(one) as first, slots.taken(other) as second:
-        slots.keep(first, one)
-        slots.keep(second, other)
-        third = asyncio.create_task(slots.taken(one).__aenter__())
+    async with slots.acquire(one) as first, slots.acquire(other) as second:
+        slots.set_cached(first, one)
+        slots.set_cached(second, other)
+        third = asyncio.create_task(slots.acquire(one).__aenter__())
         await asyncio.sleep(0)
         assert (slots.running, slots.waiting) == (2, 1)
         third.cancel()
         with pytest.raises(asyncio.CancelledError):
             await third
         assert slots.waiting == 0
-    async with slots.taken(gguf_rig.ids(7, 8, 9)) as again:
+    async with slots.acquire(gguf_rig.ids(7, 8, 9)) as again:
         assert again == second
-    async with slots.taken(gguf_rig.ids(5)) as fresh:
+    async with slots.acquire(gguf_rig.ids(5)) as fresh:
         assert fresh == first, "left longest ago"
-    slots.forget()
-    async with slots.taken(one) as any_slot:
+    slots.clear()
+    async with slots.acquire(one) as any_slot:
         assert any_slot == second
     assert slots.running == 0

@@ -12,35 +12,36 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gguf_rig
 import numpy as np
 import pytest
 import torch
 
+from support.engines import gguf_rig
 from towline.engines.base import SampleRequest
 from towline.engines.embedded.model import Decoder
-from towline.engines.llamacpp import Gguf, LlamaCppEngine, model_folder, smollm2
+from towline.engines.llamacpp import GgufFile, LlamaCppEngine, model_folder
+from towline.engines.llamacpp.gguf import find_smollm2
 from towline.schema import Trajectory
 from towline.tokens.loading import load_codec
-from towline.tokens.template import SentinelCodec
+from towline.tokens.templates.sentinel import SentinelCodec
 
 MEAN, WORST = 0.15, 1.0
 """How far a forward pass in float32 may be from what was recorded, because of the rounding."""
-TALKER = Path(__file__).parent / "talker"
+TALKER = Path(__file__).parents[1] / "support" / "engines" / "talker"
 
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return gguf_rig.read(Gguf.find(smollm2.find()))
+    return gguf_rig.read(GgufFile.find(find_smollm2()))
 
 
 @pytest.fixture(scope="module")
 def codec() -> SentinelCodec:
-    return load_codec(model_folder(Gguf.find(smollm2.find())))
+    return load_codec(model_folder(GgufFile.find(find_smollm2())))
 
 
 async def test_logprobs_are_near_those_of_a_forward_pass(decoder: Decoder, codec: SentinelCodec) -> None:
-    engine = LlamaCppEngine(smollm2.find(), decode=codec.tokenizer.decode, slots=1, context=512)
+    engine = LlamaCppEngine(find_smollm2(), decode=codec.tokenizer.decode, slots=1, context=512)
     await engine.start()
     try:
         prompt = codec.tokenizer.encode("<|im_start|>user\nName three rivers.<|im_end|>\n<|im_start|>assistant\n")

@@ -15,15 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from test_openai import Upstream, captured, served
 
+from support.engines.chat_upstream import Upstream, captured, served
+from support.gateway.gateway_rig import running_gateway
+from support.node.node_rig import until
 from towline.conversation import Message, Request
-from towline.engines.base import Capture, ContextExceeded, EngineGone, Sample, SampleRequest
+from towline.engines.base import CaptureLevel, ContextExceeded, EngineUnreachable, PauseMode, Sample, SampleRequest
 from towline.engines.openai import ChatServerEngine
-from towline.engines.pulse import EngineStalled, Pulse
+from towline.engines.stalls import EngineStalled, StallDetector
 from towline.errors import EngineError
+from towline.tokens.codec import RenderContext
 from towline.tokens.loading import load_codec
-from towline.tokens.template import SentinelCodec
+from towline.tokens.server_rendered import ServerRenderedCodec
+from towline.tokens.templates.sentinel import SentinelCodec
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +67,13 @@ class Streaming(Upstream):
             if self.fault == "error" and count == 3:
                 await response.write(b'data: {"error": {"message": "CUDA out of memory", "code": 500}}\n\n')
                 return response
+            if self.fault.startswith("{"):
+                await response.write(f"data: {self.fault}\n\n".encode())
+                return response
             if self.fault == "slow":
                 await asyncio.sleep(0.1)
+                if http.transport is None or http.transport.is_closing():
+                    return response
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -115,7 +124,9 @@ async def test_streamed_turns_are_those_of_whole_answers(
     assert [trace.token_ids.tolist() for trace in whole.traces] == [t.token_ids.tolist() for t in streamed.traces]
 
 
-async def asked(upstream: Upstream, pulse: Pulse | None = None, most: int = 20) -> tuple[ChatServerEngine, Sample]:
+async def asked(
+    upstream: Upstream, pulse: StallDetector | None = None, most: int = 20
+) -> tuple[ChatServerEngine, Sample]:
     message = Message("user", "Hi")
     async with served(upstream) as url:
         engine = ChatServerEngine(url, "big-model", tokenizer=upstream.codec.tokenizer)
@@ -127,8 +138,8 @@ async def asked(upstream: Upstream, pulse: Pulse | None = None, most: int = 20) 
         for name, value in (("fault", fault), ("refuses", refuses)):
             if hasattr(upstream, name):
                 setattr(upstream, name, value)
-        pulse = pulse or Pulse(30.0)
-        request = SampleRequest(np.empty(0, np.int32), most, request=Request("", "m", [message]), pulse=pulse)
+        pulse = pulse or StallDetector(30.0)
+        request = SampleRequest(np.empty(0, np.int32), most, request=Request("", "m", [message]), stall_detector=pulse)
         try:
             return engine, await pulse.guard(engine.sample(request))
         finally:
@@ -137,17 +148,18 @@ async def asked(upstream: Upstream, pulse: Pulse | None = None, most: int = 20) 
 
 async def test_a_stream_that_stalls_is_noticed_though_it_is_kept_alive(codec: SentinelCodec) -> None:
     with pytest.raises(EngineStalled, match=r"no token for 1 s, after [123] tokens"):
-        await asked(Streaming(codec, fault="stall"), Pulse(1.0))
+        await asked(Streaming(codec, fault="stall"), StallDetector(1.0))
 
 
 async def test_a_slow_stream_is_no_stall(codec: SentinelCodec) -> None:
-    pulse = Pulse(2.0)
+    pulse = StallDetector(2.0)
     _, sample = await asked(Streaming(codec, fault="slow"), pulse)
     assert pulse.tokens >= len(sample.ids) > 0
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind", "said"), [("cut", EngineGone, "chat/completions"), ("error", EngineError, "CUDA out of memory")]
+    ("fault", "kind", "said"),
+    [("cut", EngineUnreachable, "chat/completions"), ("error", EngineError, "CUDA out of memory")],
 )
 async def test_a_stream_that_breaks_is_an_engine_error(
     fault: str, kind: type[EngineError], said: str, codec: SentinelCodec
@@ -156,12 +168,12 @@ async def test_a_stream_that_breaks_is_an_engine_error(
         await asked(Streaming(codec, fault=fault))
 
 
-async def test_a_server_whose_streams_tell_less_is_asked_for_whole_answers(codec: SentinelCodec) -> None:
-    pulse = Pulse(30.0)
+async def test_a_server_whose_streams_report_less_is_not_streamed(codec: SentinelCodec) -> None:
+    pulse = StallDetector(30.0)
     engine, sample = await asked(Streaming(codec, hides=True), pulse)
     assert engine.info.details["streams"] == "no"
-    assert engine.info.capture is Capture.TOKENS
-    assert pulse.blind
+    assert engine.info.capture is CaptureLevel.TOKENS
+    assert not pulse.streamed
     assert len(sample.ids)
     assert (await asked(Upstream(codec)))[0].info.details["streams"] == "no"
 
@@ -175,7 +187,7 @@ REFUSALS = {
 }
 
 
-async def test_a_refusal_for_want_of_room_is_asked_again_with_the_room_there_is(codec: SentinelCodec) -> None:
+async def test_a_refused_max_tokens_is_retried_with_the_room_there_is(codec: SentinelCodec) -> None:
     for name in ("vllm", "vllm_new"):
         upstream = Streaming(codec, refuses=REFUSALS[name], context=8)
         await asked(upstream)
@@ -192,3 +204,42 @@ async def test_a_prompt_that_does_not_fit_is_the_policys_and_a_setting_that_does
     with pytest.raises(EngineError, match=r"lower session\.sampling\.max_tokens") as found:
         await asked(Streaming(codec, refuses=REFUSALS["silent"], context=8))
     assert not isinstance(found.value, ContextExceeded)
+
+
+@pytest.mark.parametrize("code", [400, "400", "context_length_exceeded"])
+async def test_a_prompt_that_is_refused_inside_the_stream_is_the_policys_too(
+    code: int | str, codec: SentinelCodec
+) -> None:
+    """SGLang and proxies begin the stream before they refuse."""
+    message = "This model's maximum context length is 40 tokens. However, your messages resulted in 52 tokens."
+    refusal = {"error": {"message": message, "type": "BadRequestError", "code": code}}
+    with pytest.raises(ContextExceeded):
+        await asked(Streaming(codec, fault=json.dumps(refusal)))
+
+
+async def test_a_turn_that_a_pause_interrupts_keeps_the_prompt_that_the_model_saw(
+    codec: SentinelCodec, tmp_path: Path
+) -> None:
+    """The turn is sampled again from scratch: its row must not begin with the tokens of the reply."""
+    upstream = Streaming(codec)
+    async with served(upstream) as url:
+        engine = ChatServerEngine(url, "big-model", tokenizer=codec.tokenizer)
+        stand_in = ServerRenderedCodec(codec.tokenizer, codec.stop_ids)
+        async with running_gateway(stand_in, tmp_path, engine=engine) as rig:
+            session = await rig.open()
+            upstream.fault, before = "slow", len(upstream.bodies)
+            body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+            work = asyncio.ensure_future(rig.post(session, body))
+            await until(lambda: len(upstream.bodies) > before)
+            await engine.pause(PauseMode.ABORT)
+            await engine.resume(3)
+            status, _ = await work
+            assert status == 200
+            trajectory = await rig.seal(session)
+    prompt = codec.prompt([Message("user", "Hi")], RenderContext()).ids
+    (turn,) = trajectory.turns
+    assert "resumed" in turn.flags
+    assert turn.prompt_length == len(prompt)
+    (trace,) = trajectory.traces
+    assert trace.token_ids[: len(prompt)].tolist() == list(prompt)
+    assert not trace.loss_mask[: len(prompt)].any()

@@ -11,25 +11,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pool_rig import FakeReplica, Log, ask, audit, simulate
 from prometheus_client import CollectorRegistry, generate_latest
 
+from support.engines.pool_rig import FakeReplica, Log, ask, audit, simulate
+from towline.common.images import ImagePlaceholder
 from towline.conversation import Finish, Media
 from towline.engines.base import (
-    Capture,
+    AcceptsImages,
+    CaptureLevel,
     Engine,
-    EngineGone,
-    Load,
+    EngineLoad,
+    EngineUnreachable,
     PauseMode,
+    PoisonTurn,
     Sample,
     SampleRequest,
-    Seeing,
-    TurnAtFault,
 )
-from towline.engines.pool import Pool
+from towline.engines.pool import EnginePool
 from towline.errors import EngineError
-from towline.gateway import turns
-from towline.images import Placeholder
+from towline.gateway import sampling
 
 
 def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -42,36 +42,36 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
-async def started(*replicas: FakeReplica, **options: Any) -> tuple[Pool, Log]:
+async def started(*replicas: FakeReplica, **options: Any) -> tuple[EnginePool, Log]:
     log = Log()
     for replica in replicas:
         replica.log = log
-    pool = Pool({replica.name: replica for replica in replicas}, **options)
+    pool = EnginePool({replica.name: replica for replica in replicas}, **options)
     await pool.start()
     return pool, log
 
 
-def go(pool: Pool, request: SampleRequest) -> asyncio.Task[Any]:
+def go(pool: EnginePool, request: SampleRequest) -> asyncio.Task[Any]:
     """A turn, as the gateway samples it."""
-    return asyncio.create_task(turns.sample(pool, request))
+    return asyncio.create_task(sampling.sample_turn(pool, request))
 
 
-def held(pool: Pool) -> dict[str, int]:
-    return {replica.name: replica.taken for replica in pool.replicas}
+def held(pool: EnginePool) -> dict[str, int]:
+    return {replica.name: replica.in_flight for replica in pool.replicas}
 
 
 @virtual
 async def test_a_pool_is_an_engine_with_the_least_of_what_its_replicas_can() -> None:
-    pool, _ = await started(FakeReplica("a", context=500), FakeReplica("b", context=400, capture=Capture.LOGPROBS))
+    pool, _ = await started(FakeReplica("a", context=500), FakeReplica("b", context=400, capture=CaptureLevel.LOGPROBS))
     assert isinstance(pool, Engine)
-    assert (pool.info.name, pool.info.context, pool.info.capture) == ("fake", 400, Capture.LOGPROBS)
+    assert (pool.info.name, pool.info.context, pool.info.capture) == ("fake", 400, CaptureLevel.LOGPROBS)
     assert pool.info.details == {"replicas": "2", "prefix_caching": "on", "at": "a, b"}
     await pool.close()
 
 
 @virtual
 async def test_replicas_of_different_models_are_refused() -> None:
-    pool = Pool([FakeReplica("a", vocabulary=512), FakeReplica("b", vocabulary=1024)])
+    pool = EnginePool([FakeReplica("a", vocabulary=512), FakeReplica("b", vocabulary=1024)])
     with pytest.raises(EngineError, match=r"different vocabularies \(0: 512, 1: 1024\)"):
         await pool.start()
 
@@ -104,7 +104,7 @@ async def test_a_group_begins_on_one_replica_until_that_is_loaded() -> None:
 @virtual
 async def test_a_conversation_moves_rather_than_wait_beside_an_idle_replica() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
-    pool, _ = await started(a, b, limit=2, most=2)
+    pool, _ = await started(a, b, limit=2, max_limit=2)
     for n in range(3):
         await go(pool, ask(f"first-{n}", f"c{n}", "group"))
     assert len(a.seen) == 3
@@ -116,7 +116,7 @@ async def test_a_conversation_moves_rather_than_wait_beside_an_idle_replica() ->
 
 
 @virtual
-async def test_turns_of_a_replica_that_dies_go_on_elsewhere_from_their_tokens_so_far() -> None:
+async def test_turns_of_a_dead_replica_continue_elsewhere_from_their_tokens_so_far() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     pool, log = await started(a, b)
     requests = [ask(f"t{n}", f"c{n}") for n in range(6)]
@@ -134,12 +134,12 @@ async def test_turns_of_a_replica_that_dies_go_on_elsewhere_from_their_tokens_so
         assert origins == sorted(origins), "what had been streamed is kept, the rest is from the other"
     assert all({log.tokens[int(id)].replica for id in sample.ids[:-1]} == {"a", "b"} for sample in moved)
     assert [replica.serving for replica in pool.replicas] == [False, True]
-    assert pool.replicas[0].counts.moved == 3
+    assert pool.replicas[0].counters.moved == 3
     await pool.close()
 
 
 @virtual
-async def test_a_turn_of_which_nothing_had_arrived_is_sampled_anew() -> None:
+async def test_a_turn_of_which_nothing_had_arrived_is_sampled_again() -> None:
     a, b = FakeReplica("a", streams=False), FakeReplica("b")
     pool, log = await started(a, b)
     request = ask("t", "c")
@@ -153,7 +153,7 @@ async def test_a_turn_of_which_nothing_had_arrived_is_sampled_anew() -> None:
 
 
 @virtual
-async def test_a_turn_with_stop_strings_begins_anew_since_one_may_span_the_parts() -> None:
+async def test_a_turn_with_stop_strings_restarts_since_one_may_span_the_parts() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     pool, log = await started(a, b)
     request = ask("t", "c", stop_strings=("stop",))
@@ -179,14 +179,14 @@ async def test_a_turn_whose_last_token_had_arrived_is_whole_without_another_repl
 @virtual
 async def test_a_turn_under_which_replica_after_replica_dies_is_held_to_be_what_kills_them() -> None:
     replicas = [FakeReplica(name) for name in "abcdef"]
-    pool, _ = await started(*replicas, moves=3, fruitless=3)
+    pool, _ = await started(*replicas, max_moves=3, max_fruitless=3)
     work = go(pool, ask("poison", "c"))
     while not work.done():
         await asyncio.sleep(0.03)
         for replica in replicas:
             if replica.flying:
                 replica.die()
-    with pytest.raises(EngineError, match="4 replicas went away under this turn"):
+    with pytest.raises(EngineError, match="4 replicas were lost during this turn"):
         await work
     assert sum(replica.serving for replica in pool.replicas) == 2
     await pool.close()
@@ -196,9 +196,9 @@ async def test_a_turn_under_which_replica_after_replica_dies_is_held_to_be_what_
 async def test_a_turn_that_kills_its_replica_at_once_is_found_out_soon_and_takes_no_other_turn_with_it() -> None:
     """The others of the replica are cut off with it, again and again, and are not to blame."""
     a = FakeReplica("a", length=1000, poison="poison")
-    pool, _ = await started(a, moves=99)
+    pool, _ = await started(a, max_moves=99)
     innocent = go(pool, ask("innocent", "c", max_tokens=800))
-    with pytest.raises(TurnAtFault, match="3 replicas went away under this turn"):
+    with pytest.raises(PoisonTurn, match="3 replicas were lost during this turn"):
         await go(pool, ask("poison", "d"))
     assert not innocent.done()
     sample = await innocent
@@ -253,7 +253,7 @@ class Blinking(FakeReplica):
 
     async def sample(self, request: SampleRequest) -> Sample:
         if request.id == "blink":
-            raise EngineGone("the connection was reset")
+            raise EngineUnreachable("the connection was reset")
         return await super().sample(request)
 
 
@@ -307,7 +307,7 @@ async def test_weights_that_came_by_another_way_cannot_be_given_again_so_the_rep
     assert not pool.replicas[0].serving
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == [
         "replica a cannot come back: it answers, but the weights of version 5 did not come from a folder and cannot be "
-        "given to it: it waits for the next ones that do"
+        "given to it: it waits for the next update that comes from one"
     ]
     await pool.update_weights(Path("/weights/6"), 6)
     await asyncio.sleep(100)
@@ -317,7 +317,7 @@ async def test_weights_that_came_by_another_way_cannot_be_given_again_so_the_rep
 
 
 @virtual
-async def test_a_replica_that_hangs_leaves_when_it_does_not_answer_and_its_turns_go_on() -> None:
+async def test_a_hanging_replica_leaves_and_its_turns_continue() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     pool, log = await started(a, b)
     request = ask("t", "c")
@@ -325,7 +325,7 @@ async def test_a_replica_that_hangs_leaves_when_it_does_not_answer_and_its_turns
     await asyncio.sleep(0.1)
     a.hangs = True
     assert {log.tokens[id].replica for id in audit(log, request, await work)} == {"b"}
-    assert "does not answer" in pool.replicas[0].trouble
+    assert "does not answer" in pool.replicas[0].problem
     await pool.close()
 
 
@@ -382,7 +382,7 @@ async def test_weights_that_no_replica_can_take_change_nothing() -> None:
 
 
 @virtual
-async def test_an_update_goes_on_when_its_caller_leaves() -> None:
+async def test_an_update_continues_when_its_caller_is_cancelled() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     pool, _ = await started(a, b)
     caller = asyncio.create_task(pool.update_weights(Path("/weights/1"), 1))
@@ -420,7 +420,7 @@ async def test_a_pause_holds_every_replica_even_one_that_comes_back_during_it() 
 
 @virtual
 async def test_draining_lets_turns_finish_and_holds_the_others_back() -> None:
-    pool, _ = await started(FakeReplica("a"), FakeReplica("b"), limit=1, most=1)
+    pool, _ = await started(FakeReplica("a"), FakeReplica("b"), limit=1, max_limit=1)
     work = [go(pool, ask(f"t{n}", f"c{n}")) for n in range(4)]
     await asyncio.sleep(0.05)
     await pool.pause(PauseMode.DRAIN)
@@ -450,7 +450,7 @@ async def test_when_every_replica_is_dead_turns_wait_and_then_fail_with_the_reas
 @virtual
 async def test_waiting_turns_are_served_in_order_of_arrival_and_a_cancelled_one_frees_its_slot() -> None:
     a = FakeReplica("a")
-    pool, _ = await started(a, limit=1, most=1)
+    pool, _ = await started(a, limit=1, max_limit=1)
     work = [go(pool, ask(f"t{n}", f"c{n}")) for n in range(6)]
     await asyncio.sleep(0.05)
     work[0].cancel()
@@ -463,9 +463,9 @@ async def test_waiting_turns_are_served_in_order_of_arrival_and_a_cancelled_one_
 
 
 @virtual
-async def test_a_turn_that_an_update_cut_short_goes_on_before_those_that_had_not_begun() -> None:
+async def test_a_turn_cut_short_by_an_update_resumes_before_those_that_had_not_begun() -> None:
     a = FakeReplica("a")
-    pool, _ = await started(a, limit=1, most=1)
+    pool, _ = await started(a, limit=1, max_limit=1)
     work = [go(pool, ask(f"t{n}", f"c{n}")) for n in range(3)]
     await asyncio.sleep(0.05)
     await pool.pause(PauseMode.ABORT)
@@ -478,7 +478,7 @@ async def test_a_turn_that_an_update_cut_short_goes_on_before_those_that_had_not
 @virtual
 async def test_aborting_ends_turns_that_run_and_turns_that_wait() -> None:
     a = FakeReplica("a")
-    pool, _ = await started(a, limit=1, most=1)
+    pool, _ = await started(a, limit=1, max_limit=1)
     runs, waits = (asyncio.create_task(pool.sample(ask(id, id))) for id in ("runs", "waits"))
     await asyncio.sleep(0.055)
     await pool.abort(["runs", "waits"])
@@ -491,23 +491,23 @@ async def test_aborting_ends_turns_that_run_and_turns_that_wait() -> None:
 @virtual
 async def test_concurrency_grows_with_room_stands_still_when_nearly_full_and_backs_off_when_full() -> None:
     a = FakeReplica("a", length=10**6)
-    pool, _ = await started(a, limit=4, most=100)
-    pace = pool.replicas[0].pace
+    pool, _ = await started(a, limit=4, max_limit=100)
+    pace = pool.replicas[0].concurrency
     work = [go(pool, ask(f"t{n}", f"c{n}", max_tokens=10**6)) for n in range(200)]
-    a.told = Load(4, 0, 0.3)
+    a.told = EngineLoad(4, 0, 0.3)
     await asyncio.sleep(2.5)
     grown = pace.limit
     assert grown == 9
-    a.told = Load(grown, 0, 0.7)
+    a.told = EngineLoad(grown, 0, 0.7)
     await asyncio.sleep(3)
     assert pace.limit == grown + 3
-    a.told = Load(grown, 0, 0.85)
+    a.told = EngineLoad(grown, 0, 0.85)
     await asyncio.sleep(3)
     assert pace.limit == grown + 3
-    a.told = Load(grown, 0, 0.95)
+    a.told = EngineLoad(grown, 0, 0.95)
     await asyncio.sleep(1)
     assert pace.limit == (grown + 3) * 3 // 4
-    a.told = Load(8, 5, 0.3)
+    a.told = EngineLoad(8, 5, 0.3)
     await asyncio.sleep(1)
     assert pace.limit < (grown + 3) * 3 // 4, "a long queue of its own is too much as well"
     assert held(pool)["a"] == grown + 3, "nothing that runs is stopped for it"
@@ -527,7 +527,7 @@ async def test_a_replica_that_is_away_at_the_start_joins_later_and_one_at_least_
     assert pool.replicas[0].serving
     await pool.close()
     with pytest.raises(EngineError, match="no replica can be reached: 0: c refuses the connection"):
-        await Pool([FakeReplica("c", alive=False)]).start()
+        await EnginePool([FakeReplica("c", alive=False)]).start()
 
 
 @virtual
@@ -546,7 +546,7 @@ async def test_a_replica_that_returns_as_another_model_is_kept_out(caplog: pytes
 
 
 @virtual
-async def test_forced_ids_go_on_where_the_lost_replica_stopped() -> None:
+async def test_forced_ids_continue_where_the_lost_replica_stopped() -> None:
     """An engine emits the forced ids that it is asked for: the rest of them, after a move."""
     a, b = FakeReplica("a"), FakeReplica("b")
     pool, _ = await started(a, b)
@@ -562,7 +562,7 @@ async def test_forced_ids_go_on_where_the_lost_replica_stopped() -> None:
 
 
 @virtual
-async def test_the_figures_of_every_replica_are_told() -> None:
+async def test_metrics_of_every_replica_are_reported() -> None:
     a, b = FakeReplica("a"), FakeReplica("b")
     pool, _ = await started(a, b, limit=4)
     registry = CollectorRegistry()
@@ -589,16 +589,16 @@ async def test_the_figures_of_every_replica_are_told() -> None:
 
 
 class SeeingReplica(FakeReplica):
-    async def render_media(self, media: Sequence[Media]) -> list[Placeholder | None]:
+    async def render_media(self, media: Sequence[Media]) -> list[ImagePlaceholder | None]:
         self._reach()
-        return [Placeholder(np.array([7, 8], np.int32)) for _ in media]
+        return [ImagePlaceholder(np.array([7, 8], np.int32)) for _ in media]
 
 
 @virtual
 async def test_images_are_prepared_by_any_replica_that_is_there() -> None:
     a, b = SeeingReplica("a"), SeeingReplica("b")
     pool, _ = await started(a, b)
-    assert isinstance(pool, Seeing)
+    assert isinstance(pool, AcceptsImages)
     a.die()
     (placeholder,) = await pool.render_media([Media("image", "00", "data:image/png;base64,AA==")])
     assert placeholder is not None
@@ -612,8 +612,8 @@ async def test_images_are_prepared_by_any_replica_that_is_there() -> None:
 
 
 @virtual
-async def test_a_closed_pool_answers_nobody() -> None:
-    pool, _ = await started(FakeReplica("a"), limit=1, most=1)
+async def test_a_closed_pool_refuses_turns() -> None:
+    pool, _ = await started(FakeReplica("a"), limit=1, max_limit=1)
     work = [asyncio.create_task(pool.sample(ask(f"t{n}", f"c{n}"))) for n in range(3)]
     await asyncio.sleep(0.05)
     await pool.close()

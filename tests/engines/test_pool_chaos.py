@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pool_rig import FakeReplica, Log, ask, audit, simulate
 
+from support.engines.pool_rig import FakeReplica, Log, ask, audit, simulate
 from towline.engines.base import PauseMode, Sample, SampleRequest
-from towline.engines.pool import Pool
+from towline.engines.pool import EnginePool
 from towline.errors import EngineError
-from towline.gateway import turns
+from towline.gateway import sampling
 
 CONVERSATIONS, TURNS = 24, 6
 INTERVAL = 0.2
@@ -44,13 +44,13 @@ class Storm:
             )
             for n in range(rng.randint(2, 4))
         ]
-        self.pool = Pool(
+        self.pool = EnginePool(
             {r.name: r for r in self.replicas},
             limit=rng.randint(1, 8),
             interval=INTERVAL,
             deadline=3600,
-            moves=99,
-            fruitless=99,
+            max_moves=99,
+            max_fruitless=99,
         )
 
     async def run(self) -> None:
@@ -75,7 +75,7 @@ class Storm:
     async def answer(self, request: SampleRequest) -> Sample:
         """As the gateway asks; now and then the harness leaves and comes again."""
         while True:
-            work = asyncio.create_task(turns.sample(self.pool, request))
+            work = asyncio.create_task(sampling.sample_turn(self.pool, request))
             if self.rng.random() < 0.1:
                 await asyncio.wait((work,), timeout=self.rng.uniform(0, 0.5))
                 if work.cancel():
@@ -141,7 +141,7 @@ def test_no_turn_is_lost_none_is_sampled_twice_into_a_result_and_every_version_i
             origin = storm.log.tokens[id]
             due = max((version for when, version in storm.updated if when < origin.when), default=0)
             assert origin.loaded >= due, f"version {origin.loaded} after {due} was in force"
-    assert all(replica.taken == 0 for replica in storm.pool.replicas)
+    assert all(replica.in_flight == 0 for replica in storm.pool.replicas)
 
 
 def test_the_storms_are_storms() -> None:
@@ -152,8 +152,8 @@ def test_the_storms_are_storms() -> None:
         simulate(storm.run())
         storms.append(storm)
     replicas = [replica for storm in storms for replica in storm.pool.replicas]
-    assert sum(replica.counts.moved for replica in replicas) > 20
-    assert sum(replica.counts.failures for replica in replicas) > 10
+    assert sum(replica.counters.moved for replica in replicas) > 20
+    assert sum(replica.counters.failures for replica in replicas) > 10
     assert sum(replica.epoch > 1 for replica in replicas) > 4
     assert sum(len(storm.updated) for storm in storms) > 10
     assert sum(storm.cancelled for storm in storms) > 10

@@ -8,11 +8,10 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pool_rig import FakeReplica
 
-from towline.engines.pool.dispatch import IDLE, Dispatcher, Waiter
-from towline.engines.pool.pacing import Pace
-from towline.engines.pool.replica import Replica
+from support.engines.pool_rig import FakeReplica
+from towline.engines.pool.dispatch import IDLE, Dispatcher, QueuedTurn
+from towline.engines.pool.replica import ConcurrencyLimit, Replica
 
 CONVERSATIONS = st.integers(0, 7).map("c{}".format)
 
@@ -21,8 +20,8 @@ class Slots(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.waiters: list[Waiter] = []
-        self.running: list[Waiter] = []
+        self.waiters: list[QueuedTurn] = []
+        self.running: list[QueuedTurn] = []
         self.homes: dict[str, Replica] = {}
 
     def teardown(self) -> None:
@@ -31,13 +30,16 @@ class Slots(RuleBasedStateMachine):
     @initialize(limits=st.lists(st.integers(1, 4), min_size=1, max_size=3))
     def begin(self, limits: list[int]) -> None:
         self.replicas = [
-            Replica(str(n), FakeReplica(str(n)), Pace(limit), serving=True) for n, limit in enumerate(limits)
+            Replica(str(n), FakeReplica(str(n)), ConcurrencyLimit(limit), serving=True)
+            for n, limit in enumerate(limits)
         ]
         self.dispatcher = Dispatcher(self.replicas)
 
     def act(self, *act: Any) -> None:
         """Do something, and look at who got a slot by it."""
-        full = {replica for replica in self.replicas if replica.serving and replica.taken >= replica.pace.limit}
+        full = {
+            replica for replica in self.replicas if replica.serving and replica.in_flight >= replica.concurrency.limit
+        }
         call, *arguments = act
         call(*arguments)
         granted = [waiter for waiter in self.waiters if waiter.slot.done() and not waiter.slot.cancelled()]
@@ -48,7 +50,9 @@ class Slots(RuleBasedStateMachine):
             assert replica.serving
             home = self.homes.get(waiter.conversation)
             if home is not None and home is not replica:
-                assert not home.serving or home in full or home.taken >= home.pace.limit, "left its home for nothing"
+                assert not home.serving or home in full or home.in_flight >= home.concurrency.limit, (
+                    "left its home for nothing"
+                )
             self.homes[waiter.conversation] = replica
         for waiter in granted:
             # Nobody who came earlier could have had this slot: they wait for replicas of their own.
@@ -60,7 +64,7 @@ class Slots(RuleBasedStateMachine):
                     assert home is not self.place(waiter)
 
     @staticmethod
-    def place(waiter: Waiter) -> Replica:
+    def place(waiter: QueuedTurn) -> Replica:
         replica = waiter.slot.result()
         assert replica is not None
         return replica
@@ -68,16 +72,16 @@ class Slots(RuleBasedStateMachine):
     @rule(conversation=CONVERSATIONS, group=st.sampled_from(["", "g", "h"]))
     def arrive(self, conversation: str, group: str) -> None:
         slot: asyncio.Future[Replica | None] = self.loop.create_future()
-        waiter = Waiter(self.dispatcher.arrive(""), 0.0, "", conversation, group, slot)
+        waiter = QueuedTurn(self.dispatcher.arrive(""), 0.0, "", conversation, group, slot)
         self.waiters.append(waiter)
-        self.act(self.dispatcher.enter, waiter)
+        self.act(self.dispatcher.enqueue, waiter)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         waiter = data.draw(st.sampled_from(self.running))
         self.running.remove(waiter)
-        self.act(self.dispatcher.leave, self.place(waiter))
+        self.act(self.dispatcher.release, self.place(waiter))
 
     @precondition(lambda self: self.waiters)
     @rule(data=st.data())
@@ -91,24 +95,24 @@ class Slots(RuleBasedStateMachine):
         """Its turns keep their places and want a slot elsewhere."""
         replica = data.draw(st.sampled_from(self.replicas))
         replica.serving = False
-        self.act(self.dispatcher.rearrange)
+        self.act(self.dispatcher.redistribute)
         for waiter in [waiter for waiter in self.running if self.place(waiter) is replica]:
             self.running.remove(waiter)
-            again = Waiter(waiter.arrival, 0.0, "", waiter.conversation, waiter.group, self.loop.create_future())
+            again = QueuedTurn(waiter.arrival, 0.0, "", waiter.conversation, waiter.group, self.loop.create_future())
             self.waiters.append(again)
-            self.act(self.dispatcher.leave, replica)
-            self.act(self.dispatcher.enter, again)
+            self.act(self.dispatcher.release, replica)
+            self.act(self.dispatcher.enqueue, again)
 
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
         replica = data.draw(st.sampled_from(self.replicas))
         replica.serving = True
-        self.act(self.dispatcher.rearrange)
+        self.act(self.dispatcher.redistribute)
 
     @rule(data=st.data(), limit=st.integers(1, 6))
     def adapt(self, data: st.DataObject, limit: int) -> None:
         replica = data.draw(st.sampled_from(self.replicas))
-        replica.pace.limit = limit
+        replica.concurrency.limit = limit
         self.act(self.dispatcher.fill, replica)
 
     @rule()
@@ -118,12 +122,12 @@ class Slots(RuleBasedStateMachine):
     @rule()
     def resume(self) -> None:
         self.dispatcher.open = True
-        self.act(self.dispatcher.rearrange)
+        self.act(self.dispatcher.redistribute)
 
     @invariant()
     def slots_are_counted(self) -> None:
         for replica in getattr(self, "replicas", []):
-            assert replica.taken == sum(self.place(waiter) is replica for waiter in self.running)
+            assert replica.in_flight == sum(self.place(waiter) is replica for waiter in self.running)
 
     @invariant()
     def nobody_waits_without_need(self) -> None:
@@ -135,10 +139,10 @@ class Slots(RuleBasedStateMachine):
         for waiter in self.waiters:
             home = self.homes.get(waiter.conversation)
             if home is None or not home.serving:
-                assert not any(replica.free for replica in self.replicas)
+                assert not any(replica.has_room for replica in self.replicas)
             else:
-                assert not home.free
-                assert not any(replica.free and replica.fill < IDLE for replica in self.replicas)
+                assert not home.has_room
+                assert not any(replica.has_room and replica.utilization < IDLE for replica in self.replicas)
 
 
 Slots.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

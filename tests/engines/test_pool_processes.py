@@ -18,13 +18,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sglang_standin
 import torch
-from gateway_rig import Rig, chat, eventually, message_of, running_gateway, user
 
-from towline import tiny
-from towline.engines.embedded import Decoder, load
-from towline.engines.pool import Pool
+from support.engines import sglang_stand_in
+from support.gateway.gateway_rig import Rig, chat, eventually, message_of, running_gateway, user
+from towline.demo import tiny_model
+from towline.engines.embedded import Decoder, load_decoder
+from towline.engines.pool import EnginePool
 from towline.engines.sglang import SglangEngine
 from towline.schema import Trajectory
 from towline.tokens.loading import load_codec
@@ -42,7 +42,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, sglang_standin.__file__, str(self.folder), str(self.port), *self.options]
+        command = [sys.executable, sglang_stand_in.__file__, str(self.folder), str(self.port), *self.options]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -65,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sets of weights of one tiny model, `0` and `1`."""
     folder = tmp_path_factory.mktemp("models")
     for seed in (0, 1):
-        tiny.create(folder / str(seed), seed=seed, steps=1)
+        tiny_model.create(folder / str(seed), seed=seed, steps=1)
     return folder
 
 
@@ -110,29 +110,29 @@ async def test_a_replica_killed_under_load_costs_no_session_and_returns_with_the
     servers: list[Server], models: Path, tmp_path: Path
 ) -> None:
     codec = load_codec(models / "0")
-    decoders = {version: load(models / str(version)) for version in (0, 1)}
+    decoders = {version: load_decoder(models / str(version)) for version in (0, 1)}
     engines = [await server.listening() for server in servers]
-    pool = Pool(dict(zip("ab", engines, strict=True)), interval=0.2, deadline=60)
+    pool = EnginePool(dict(zip("ab", engines, strict=True)), interval=0.2, deadline=60)
     a, b = pool.replicas
     async with running_gateway(codec, tmp_path / "data", engine=pool) as rig:  # type: ignore[arg-type]
         work = [asyncio.create_task(converse(rig, "first", number)) for number in range(SESSIONS)]
-        await eventually(lambda: a.counts.turns >= 3 and a.taken >= 3, "both are busy")
+        await eventually(lambda: a.counters.turns >= 3 and a.in_flight >= 3, "both are busy")
         servers[0].kill()
         await eventually(lambda: not a.serving, "it left")
         trajectories = await asyncio.gather(*work)
         moved = [turn for trajectory in trajectories for turn in trajectory.turns if "moved" in turn.flags]
-        assert len(moved) == a.counts.moved >= 1
+        assert len(moved) == a.counters.moved >= 1
         assert any(len(turn.sampled) for turn in moved)
 
         await pool.update_weights(models / "1", 1)
         servers[0].start()
         await (await servers[0].listening()).close()
         await eventually(lambda: a.serving, "it is back")
-        before = a.counts.turns
+        before = a.counters.turns
         work = [asyncio.create_task(converse(rig, "second", number)) for number in range(SESSIONS)]
         later = await asyncio.gather(*work)
-        assert a.counts.turns > before
-        assert b.counts.failures == 0
+        assert a.counters.turns > before
+        assert b.counters.failures == 0
         assert {version for trajectory in later for turn in trajectory.turns for version in turn.versions} == {1}
         for trajectory in [*trajectories, *later]:
             check(trajectory, decoders)

@@ -18,14 +18,14 @@ from towline.engines.base import SampleRequest
 from towline.engines.script_file import ScriptFile, ScriptRequest, script_request
 from towline.engines.scripted import Say, ScriptedEngine
 from towline.errors import ConfigError, EngineError
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
 
 BASH = Tool("bash", "Runs a command.", {"type": "object", "properties": {"command": {"type": "string"}}})
 
 
 @pytest.fixture(scope="module")
-def codec(assets: Path) -> Codec:
+def codec(assets: Path) -> ModelCodec:
     return load_codec(assets / "tokenizers" / "qwen3")
 
 
@@ -131,7 +131,7 @@ async def test_what_is_wrong_with_a_reply_fails_its_turn(tmp_path: Path, body: s
         ("s.json", '["ok", {"txt": "x"}]', "reply 1 has an unknown field 'txt'"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_before_anything_runs(
+def test_errors_in_a_file_are_reported_before_anything_runs(
     tmp_path: Path, name: str, content: str | None, said: str
 ) -> None:
     if content is not None:
@@ -140,7 +140,7 @@ def test_what_is_wrong_with_a_file_is_said_before_anything_runs(
         ScriptFile(tmp_path / name)
 
 
-async def test_a_list_goes_by_turns_and_repeats_its_last_reply(tmp_path: Path, codec: Codec) -> None:
+async def test_a_list_goes_by_turns_and_repeats_its_last_reply(tmp_path: Path, codec: ModelCodec) -> None:
     path = tmp_path / "s.json"
     path.write_text(json.dumps([{"tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]}, "Done."]))
     engine = ScriptedEngine(codec, file=ScriptFile(path))
@@ -156,7 +156,7 @@ async def test_a_list_goes_by_turns_and_repeats_its_last_reply(tmp_path: Path, c
     await engine.close()
 
 
-async def test_a_script_is_asked_one_call_after_the_other_and_holds_up_nothing_else(tmp_path: Path) -> None:
+async def test_a_script_runs_one_call_at_a_time_and_blocks_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "s.py"
     path.write_text(
         "import threading\nbusy = threading.Lock()\nrelease = threading.Event()\ncalls = []\n"

@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gateway_rig import eventually
-from sglang_standin import SglangStandIn, served
 
+from support.engines.sglang_stand_in import SglangStandIn, served
+from support.gateway.gateway_rig import eventually
 from towline.conversation import Finish
 from towline.engines.base import (
-    Capture,
+    CaptureLevel,
     Engine,
-    EngineGone,
-    Load,
-    Loaded,
+    EngineLoad,
+    EngineUnreachable,
     PauseMode,
+    ReportsHealth,
+    ReportsLoad,
     Sample,
     SampleRequest,
-    Watched,
 )
-from towline.engines.embedded import DecoderConfig, create, load, save
+from towline.engines.embedded import DecoderConfig, create_decoder, load_decoder, save_decoder
 from towline.engines.sglang import SglangEngine
 from towline.errors import EngineError
-from towline.gateway import turns
+from towline.gateway import sampling
 
 PATIENCE = 30
 PROMPT = np.arange(1, 41, dtype=np.int32)
@@ -44,7 +44,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = DecoderConfig(
             "qwen3", 96, **sizes, num_key_value_heads=1, head_dim=8, max_position_embeddings=2048, initializer_range=0.5
         )
-        save(create(config, seed), folder / str(seed))
+        save_decoder(create_decoder(config, seed), folder / str(seed))
     return folder
 
 
@@ -62,17 +62,17 @@ async def started(server: SglangStandIn, **options: Any) -> AsyncIterator[Sglang
 def forward(folder: Path, prompt: Any, sample: Sample, temperature: float = 1.0) -> Any:
     row = torch.tensor([*prompt.tolist(), *sample.ids.tolist()])
     with torch.inference_mode():
-        logits = load(folder)(row[None, :-1])[0, len(prompt) - 1 :] / temperature
+        logits = load_decoder(folder)(row[None, :-1])[0, len(prompt) - 1 :] / temperature
     return logits.log_softmax(-1).gather(1, row[len(prompt) :, None])[:, 0].numpy()
 
 
 async def test_what_the_server_is_is_found_by_asking_it(weights: Path) -> None:
     async with started(SglangStandIn(weights / "0", radix=False), model="tiny") as engine:
         assert isinstance(engine, Engine)
-        assert isinstance(engine, Loaded)
-        assert isinstance(engine, Watched)
+        assert isinstance(engine, ReportsLoad)
+        assert isinstance(engine, ReportsHealth)
         info = engine.info
-        assert (info.name, info.capture, info.context, info.vocabulary) == ("sglang", Capture.TOKENS, 512, 96)
+        assert (info.name, info.capture, info.context, info.vocabulary) == ("sglang", CaptureLevel.TOKENS, 512, 96)
         assert info.details["server"] == "sglang 0.5.9"
         assert info.details["prefix_caching"] == "off"
         assert info.details["route"] == "/generate"
@@ -81,13 +81,13 @@ async def test_what_the_server_is_is_found_by_asking_it(weights: Path) -> None:
 
 
 @pytest.mark.parametrize("older", [True, False])
-async def test_older_and_newer_routes_tell_the_same(weights: Path, older: bool) -> None:
+async def test_older_and_newer_routes_report_the_same(weights: Path, older: bool) -> None:
     server = SglangStandIn(weights / "0", older=older, pace=0.05)
     async with started(server) as engine:
-        assert await engine.load() == Load(0, 0, 0.0)
+        assert await engine.load() == EngineLoad(0, 0, 0.0)
         work = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 400)))
         await eventually(lambda: bool(server.running))
-        assert await engine.load() == Load(1, 0, 1 / 64)
+        assert await engine.load() == EngineLoad(1, 0, 1 / 64)
         work.cancel()
 
 
@@ -113,7 +113,7 @@ async def test_ids_go_in_and_come_out_with_the_logprobs_of_what_was_sampled_from
         assert again.cached_tokens == len(PROMPT) + len(sample.ids) - 1
 
 
-async def test_every_parameter_of_the_distribution_is_said(weights: Path) -> None:
+async def test_every_parameter_of_the_distribution_is_sent(weights: Path) -> None:
     server = SglangStandIn(weights / "0")
     async with started(server) as engine:
         await engine.sample(SampleRequest(PROMPT, 3, 0.9, stop_ids=frozenset({7, 5}), stop_strings=("zz",)))
@@ -136,7 +136,7 @@ async def test_every_parameter_of_the_distribution_is_said(weights: Path) -> Non
         assert sample.flags == ("truncated_sampling",)
 
 
-async def test_how_a_turn_ends_is_told(weights: Path) -> None:
+async def test_the_finish_reason_is_reported(weights: Path) -> None:
     async with started(SglangStandIn(weights / "0")) as engine:
         length = await engine.sample(SampleRequest(PROMPT, 12))
         assert (len(length.ids), length.finish) == (12, Finish.LENGTH)
@@ -175,7 +175,7 @@ async def test_logprobs_from_before_the_temperature_are_refused(weights: Path) -
             pass
 
 
-async def test_another_model_than_the_one_that_was_asked_for_is_refused(weights: Path) -> None:
+async def test_another_model_than_the_requested_one_is_refused(weights: Path) -> None:
     with pytest.raises(EngineError, match="not some-other"):
         async with started(SglangStandIn(weights / "0"), model="some-other"):
             pass
@@ -190,12 +190,11 @@ async def test_the_key_is_sent(weights: Path) -> None:
 
 
 @pytest.mark.parametrize("incremental", [True, False])
-async def test_an_aborted_turn_returns_what_it_has_and_goes_on_from_there(weights: Path, incremental: bool) -> None:
+async def test_an_aborted_turn_returns_what_it_has_and_resumes_from_there(weights: Path, incremental: bool) -> None:
     server = SglangStandIn(weights / "0", pace=0.02, incremental=incremental)
     async with started(server) as engine:
         work = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 400, id="long")))
-        await eventually(lambda: bool(server.running))
-        await asyncio.sleep(0.2)
+        await eventually(lambda: any(server.sampled.get(rid, 0) > 3 for rid in server.running))
         await engine.abort(["long", "unknown"])
         sample = await work
         assert sample.finish is Finish.ABORT
@@ -216,7 +215,7 @@ async def test_a_cancelled_turn_is_aborted_at_the_server(weights: Path) -> None:
 
 
 async def test_a_turn_that_does_not_hear_the_abort_is_cut_off(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("towline.engines.sglang.engine._LANDING", 0.3)
+    monkeypatch.setattr("towline.engines.sglang._ABORT_TIMEOUT", 0.3)
     server = SglangStandIn(weights / "0", pace=0.02, deaf=True)
     async with started(server) as engine:
         work = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 400, id="long")))
@@ -232,9 +231,8 @@ async def test_weights_are_replaced_under_a_running_turn_and_every_token_has_its
 ) -> None:
     server = SglangStandIn(weights / "0", pace=0.02, incremental=incremental)
     async with started(server) as engine:
-        work = asyncio.create_task(turns.sample(engine, SampleRequest(PROMPT, 100, id="t")))
-        await eventually(lambda: bool(server.running))
-        await asyncio.sleep(0.2)
+        work = asyncio.create_task(sampling.sample_turn(engine, SampleRequest(PROMPT, 100, id="t")))
+        await eventually(lambda: any(server.sampled.get(rid, 0) > 3 for rid in server.running))
         await engine.update_weights(weights / "1", 7)
         assert (engine.version, server.label) == (7, "7")
         assert [call for call in server.calls if call != "abort_request"] == [
@@ -261,7 +259,9 @@ async def test_an_update_that_the_server_only_says_it_made_is_caught(weights: Pa
         assert engine.version == 0
 
 
-async def test_weights_that_cannot_be_loaded_are_told_and_the_server_goes_on(weights: Path, tmp_path: Path) -> None:
+async def test_weights_that_cannot_be_loaded_are_reported_and_the_server_continues(
+    weights: Path, tmp_path: Path
+) -> None:
     server = SglangStandIn(weights / "0")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "part.safetensors").write_bytes(b"")
@@ -300,7 +300,7 @@ async def test_a_server_that_was_started_again_is_gone_since_its_weights_are_oth
     async with started(server) as engine:
         await engine.update_weights(weights / "1", 3)
         server.label = "default"
-        with pytest.raises(EngineGone, match="has the weights 'default' in place of '3': it was started again"):
+        with pytest.raises(EngineUnreachable, match="has the weights 'default' in place of '3': it was restarted"):
             await engine.sample(SampleRequest(PROMPT, 3))
         await engine.start()
         assert engine.version == 0
@@ -319,7 +319,7 @@ async def test_a_server_that_dies_under_a_turn_is_gone_with_what_had_been_stream
     server = SglangStandIn(weights / "0", incremental=incremental)
     async with started(server) as engine:
         server.cut_after = 10
-        with pytest.raises(EngineGone) as caught:
+        with pytest.raises(EngineUnreachable) as caught:
             await engine.sample(SampleRequest(PROMPT, 100))
         partial = caught.value.partial
         if incremental:
@@ -333,15 +333,15 @@ async def test_a_server_that_dies_under_a_turn_is_gone_with_what_had_been_stream
 
 async def test_a_server_that_cannot_be_reached_is_gone_and_one_that_refuses_is_not(weights: Path) -> None:
     engine = SglangEngine("http://127.0.0.1:9", patience=PATIENCE)
-    with pytest.raises(EngineGone):
+    with pytest.raises(EngineUnreachable):
         await engine.start()
     await engine.close()
     server = SglangStandIn(weights / "0")
     async with started(server) as engine:
         server.status = 500
-        with pytest.raises(EngineGone, match="the scheduler is gone"):
+        with pytest.raises(EngineUnreachable, match="the scheduler is gone"):
             await engine.sample(SampleRequest(PROMPT, 3))
         server.status = 200
         with pytest.raises(EngineError, match="the vocabulary has 96 ids") as caught:
             await engine.sample(SampleRequest(np.array([500], np.int32), 3))
-        assert not isinstance(caught.value, EngineGone)
+        assert not isinstance(caught.value, EngineUnreachable)

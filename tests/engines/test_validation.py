@@ -13,28 +13,27 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-import sglang_standin
-import vllm_standin
 from aiohttp import web
-from gateway_rig import chat, running_gateway, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_openai import Upstream
-from test_openai import served as chat_served
 
-from towline.arrays import LOGPROB_SLACK
+from support.engines import sglang_stand_in, vllm_stand_in
+from support.engines.chat_upstream import Upstream
+from support.engines.chat_upstream import served as chat_served
+from support.gateway.gateway_rig import chat, running_gateway, user
+from towline.common.arrays import LOGPROB_SLACK
 from towline.conversation import Finish, Message, Request
+from towline.engines import sglang
 from towline.engines.base import Engine, Sample, SampleRequest
-from towline.engines.embedded import DecoderConfig, create, save
+from towline.engines.embedded import DecoderConfig, create_decoder, save_decoder
 from towline.engines.openai import ChatServerEngine
-from towline.engines.remote import Flight
+from towline.engines.remote import ActiveTurn
 from towline.engines.scripted import ScriptedEngine
 from towline.engines.sglang import SglangEngine
-from towline.engines.sglang import wire as sglang
-from towline.engines.validation import BadAnswer, check_sample, reading
+from towline.engines.validation import InvalidResponse, check_sample, parsing
 from towline.engines.vllm import VllmEngine
 from towline.engines.vllm import wire as vllm
-from towline.engines.vllm.wire import Route
+from towline.engines.vllm.wire import VllmRoute
 from towline.errors import EngineError
 from towline.gateway.journal import replay
 from towline.tokens.loading import load_codec
@@ -125,7 +124,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights")
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     config = DecoderConfig("qwen3", VOCABULARY, **sizes, num_key_value_heads=1, head_dim=8, initializer_range=0.5)
-    save(create(config, 0), folder)
+    save_decoder(create_decoder(config, 0), folder)
     return folder
 
 
@@ -135,11 +134,11 @@ async def engine_of(kind: str, weights: Path, assets: Path) -> AsyncIterator[tup
         enter = stack.enter_async_context
         make: Callable[[str], Engine]
         if kind.startswith("vllm"):
-            url = await enter(vllm_standin.served(vllm_standin.VllmStandIn(weights, scale_out=kind == "vllm")))
+            url = await enter(vllm_stand_in.served(vllm_stand_in.VllmStandIn(weights, scale_out=kind == "vllm")))
             make = VllmEngine
         elif kind.startswith("sglang"):
-            server = sglang_standin.SglangStandIn(weights, incremental=kind != "sglang")
-            url = await enter(sglang_standin.served(server))
+            server = sglang_stand_in.SglangStandIn(weights, incremental=kind != "sglang")
+            url = await enter(sglang_stand_in.served(server))
             make = SglangEngine
         else:
             codec = load_codec(assets / "tokenizers" / "qwen3")
@@ -204,7 +203,7 @@ def mutated(draw: st.DataObject, answer: Any) -> Any:
 @settings(max_examples=400, deadline=None)
 def test_any_single_mutation_is_refused_or_harmless(data: st.DataObject, kind: str) -> None:
     request = SampleRequest(PROMPT, 8)
-    flight = Flight(request, 2, vocabulary=VOCABULARY)
+    turn = ActiveTurn(request, 2, vocabulary=VOCABULARY)
     ids, logprobs = [5, 6, 7], [-0.5, -1.0, 0.0]
     usage = {"prompt_tokens": len(PROMPT), "prompt_tokens_details": {"cached_tokens": 4}}
     if kind == "sglang":
@@ -226,15 +225,27 @@ def test_any_single_mutation_is_refused_or_harmless(data: st.DataObject, kind: s
         answer = {"choices": [choice], "usage": usage}
     answer = mutated(data, answer)
     try:
-        with reading("the engine", answer):
+        with parsing("the engine", answer):
             if kind == "sglang":
-                sglang.read(answer, flight)
+                sglang.read_meta(answer, turn)
             else:
-                vllm.read(Route.GENERATE if kind == "generate" else Route.COMPLETIONS, answer, flight)
-        sample = check_sample(flight.sample(), request, VOCABULARY)
+                vllm.read_event(VllmRoute.GENERATE if kind == "generate" else VllmRoute.COMPLETIONS, answer, turn)
+        sample = check_sample(turn.sample(), request, VOCABULARY)
     except EngineError:
         return
     held(sample)
+
+
+@pytest.mark.parametrize(("counted", "reported"), [(3, 2), (2, 3), (0, 1)])
+def test_sglang_must_count_as_many_tokens_as_it_has_logprobs_of(counted: int, reported: int) -> None:
+    """Of a response that holds more, the first ones would be missing from the row."""
+    meta = {
+        "output_token_logprobs": [[-0.5, id, None] for id in range(reported)],
+        "completion_tokens": counted,
+        "finish_reason": {"type": "length", "length": counted},
+    }
+    with pytest.raises(ValueError, match="holds the logprobs of"):
+        sglang.read_meta(meta, ActiveTurn(SampleRequest(PROMPT, 8), 0))
 
 
 def held(sample: Sample) -> None:
@@ -260,7 +271,7 @@ def test_no_sample_passes_that_breaks_the_contract(
     sample = Sample(
         np.array(ids, np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32), finish, prompt
     )
-    with contextlib.suppress(BadAnswer):
+    with contextlib.suppress(InvalidResponse):
         held(check_sample(sample, SampleRequest(PROMPT, 8), VOCABULARY))
 
 
@@ -322,3 +333,22 @@ async def test_nothing_of_a_bad_turn_is_journaled(assets: Path, tmp_path: Path) 
     assert turns == whole
     async with running_gateway(codec, tmp_path, engine=ScriptedEngine(codec)) as rig:
         assert len((await rig.trajectory(session)).turns) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("context_length_exceeded", ContextExceeded),
+        (400, ContextExceeded),
+        ("400", ContextExceeded),
+        ("server_error", HttpStatusError),
+        (None, HttpStatusError),
+        (503, EngineUnreachable),
+    ],
+)
+def test_only_a_refused_request_in_a_stream_is_the_policys_doing(code: object, kind: type[EngineError]) -> None:
+    """The text alone does not decide: a failing server may quote the limit too."""
+    event = {"error": {"message": "This model's maximum context length is 10 tokens", "code": code}}
+    error = event_error("http://server/v1", event, orjson.dumps(event))
+    assert type(error) is kind
+    assert not isinstance(error, HttpStatusError) or error.status == 500

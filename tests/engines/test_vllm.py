@@ -1,6 +1,6 @@
 """The vLLM engine against a stand-in: both routes, what is probed and refused, aborts, updates, and how a server dies.
 
-The stand-in is `vllm_standin.py`; `make test-engines` runs the same engine over the real program.
+The stand-in is `vllm_stand_in.py`; `make test-engines` runs the same engine over the real program.
 """
 
 from __future__ import annotations
@@ -15,15 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_standin import PAD, WIDTH, VllmStandIn, served
 
+from support.engines.vllm_stand_in import PAD, WIDTH, VllmStandIn, served
+from towline.common.images import PlacedImage
 from towline.conversation import Finish, Media
-from towline.engines import weight_check
-from towline.engines.base import Capture, EngineGone, Load, Loaded, PauseMode, SampleRequest, Seeing, Watched
-from towline.engines.embedded import DecoderConfig, create, load, save
-from towline.engines.vllm import VllmEngine, media, probing
+from towline.engines import server_checks
+from towline.engines.base import (
+    AcceptsImages,
+    CaptureLevel,
+    EngineLoad,
+    EngineUnreachable,
+    PauseMode,
+    ReportsHealth,
+    ReportsLoad,
+    SampleRequest,
+)
+from towline.engines.embedded import DecoderConfig, create_decoder, load_decoder, save_decoder
+from towline.engines.stalls import StallDetector
+from towline.engines.vllm import VllmEngine, wire
 from towline.errors import BadRequest, EngineError
-from towline.images import Placed
 
 VOCABULARY = 96
 PATIENCE = 30
@@ -44,8 +54,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two sets of weights of an untied model, `0` and `1`, and of a tied one, `tied-0` and `tied-1`."""
     folder = tmp_path_factory.mktemp("weights")
     for seed in (0, 1):
-        save(create(config(), seed), folder / str(seed))
-        save(create(config(tie_word_embeddings=True), seed), folder / f"tied-{seed}")
+        save_decoder(create_decoder(config(), seed), folder / str(seed))
+        save_decoder(create_decoder(config(tie_word_embeddings=True), seed), folder / f"tied-{seed}")
     return folder
 
 
@@ -63,8 +73,17 @@ async def started(server: VllmStandIn, **options: Any) -> AsyncIterator[VllmEngi
 def forward(folder: Path, prompt: Any, ids: Any, temperature: float = 1.0) -> Any:
     row = torch.tensor([*prompt.tolist(), *ids.tolist()])
     with torch.inference_mode():
-        logits = load(folder)(row[None, :-1])[0, len(prompt) - 1 :] / temperature
+        logits = load_decoder(folder)(row[None, :-1])[0, len(prompt) - 1 :] / temperature
     return logits.log_softmax(-1).gather(1, row[len(prompt) :, None])[:, 0].numpy()
+
+
+async def held_back(engine: VllmEngine, request: SampleRequest) -> asyncio.Task[Any]:
+    """A turn that has reached the gate of a paused engine and waits there."""
+    detector = request.stall_detector = StallDetector(PATIENCE)
+    task = asyncio.create_task(engine.sample(request))
+    await until(lambda: detector.is_suspended)
+    assert not task.done()
+    return task
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -86,10 +105,10 @@ async def test_either_route_gives_ids_and_the_logprobs_that_they_were_sampled_wi
 ) -> None:
     server = VllmStandIn(weights / "0", scale_out=scale_out)
     async with started(server) as engine:
-        assert isinstance(engine, Loaded)
-        assert isinstance(engine, Watched)
+        assert isinstance(engine, ReportsLoad)
+        assert isinstance(engine, ReportsHealth)
         info = engine.info
-        assert (info.capture, info.context, info.vocabulary) == (Capture.TOKENS, 256, VOCABULARY)
+        assert (info.capture, info.context, info.vocabulary) == (CaptureLevel.TOKENS, 256, VOCABULARY)
         assert info.details["route"] == ("/inference/v1/generate" if scale_out else "/v1/completions")
         assert info.details["server"] == "vllm 0.32.0"
         assert info.details["prefix_caching"] == "on"
@@ -190,11 +209,11 @@ async def test_whether_prompts_are_cached_is_found_by_trying(weights: Path) -> N
             assert engine.info.details["prefix_caching"] == expected, (told, metrics, caching)
 
 
-async def test_a_model_that_is_not_served_and_a_server_that_was_left_paused_are_told(weights: Path) -> None:
+async def test_a_missing_model_and_a_paused_server_are_refused(weights: Path) -> None:
     with pytest.raises(EngineError, match="does not serve 'other'; it has: tiny"):
         async with started(VllmStandIn(weights / "0"), model="other"):
             pass
-    with pytest.raises(EngineError, match="is paused, perhaps by a weight update that did not end"):
+    with pytest.raises(EngineError, match="is paused, perhaps by an interrupted weight update"):
         async with started(VllmStandIn(weights / "0", paused=True)):
             pass
 
@@ -208,7 +227,7 @@ async def test_an_abort_returns_what_arrived_and_the_server_hears_of_it(weights:
         before = engine.stats.decoded_tokens
         turn = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 50, id="one", seed=1)))
         await arrived(engine, before + 3)
-        assert await engine.load() == Load(1, 0, 0.25)
+        assert await engine.load() == EngineLoad(1, 0, 0.25)
         await engine.abort(["one", "nobody"])
         sample = await turn
         assert (sample.finish, len(sample.ids), len(sample.versions)) == (Finish.ABORT, 3, 3)
@@ -229,14 +248,13 @@ async def test_a_drain_waits_up_to_its_deadline_and_new_turns_wait_for_the_resum
         turn = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 10, id="one")))
         await arrived(engine, 3)
         pausing = asyncio.create_task(engine.pause(PauseMode.DRAIN))
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.pauses.paused)
+        late = await held_back(engine, SampleRequest(PROMPT, 2))
         assert not pausing.done()
-        late = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 2)))
         server.gate.set()
         await pausing
         assert (await turn).finish is Finish.LENGTH
         assert server.paused
-        await asyncio.sleep(0.05)
         assert not late.done()
         await engine.resume(4)
         assert not server.paused
@@ -280,9 +298,7 @@ async def test_a_paused_engine_stays_paused_over_an_update(weights: Path) -> Non
         await engine.pause(PauseMode.ABORT)
         await engine.update_weights(weights / "1", 3)
         assert server.paused
-        late = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 2)))
-        await asyncio.sleep(0.05)
-        assert not late.done()
+        late = await held_back(engine, SampleRequest(PROMPT, 2))
         await engine.resume()
         assert (await late).versions.tolist() == [3, 3]
 
@@ -290,7 +306,7 @@ async def test_a_paused_engine_stays_paused_over_an_update(weights: Path) -> Non
 @pytest.mark.parametrize(
     ("model", "stale", "reason"),
     [
-        ("", "all", "stale weights: .*as they were before it; start the server again from this folder"),
+        ("", "all", "stale weights: .*as they were before it; restart the server from this folder"),
         ("", "head", "stale weights: .*not as before it either"),
         ("tied-", "all", "stale weights: .*as they were before it"),
         ("tied-", "head", r"stale head of tied embeddings: .*tie_word_embeddings.*lm_head\.weight of its own"),
@@ -306,15 +322,13 @@ async def test_an_update_that_leaves_old_weights_is_caught_by_name(
         # Nobody knows what it would sample from: it stays paused until weights arrive.
         assert server.paused
         assert (engine.version, server.label) == (0, "unproven")
-        waiting = asyncio.create_task(engine.sample(SampleRequest(PROMPT, 2)))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
+        waiting = await held_back(engine, SampleRequest(PROMPT, 2))
         server.stale = ""
         await engine.update_weights(weights / f"{model}1", 2)
         assert (await waiting).versions.tolist() == [2, 2]
 
 
-async def test_the_stale_head_is_told_from_other_damage_once_the_last_folder_is_known(weights: Path) -> None:
+async def test_a_stale_head_is_distinguished_once_the_last_folder_is_known(weights: Path) -> None:
     server = VllmStandIn(weights / "tied-0")
     async with started(server) as engine:
         await engine.update_weights(weights / "tied-1", 1)
@@ -338,7 +352,7 @@ async def test_the_stale_head_is_told_from_other_damage_once_the_last_folder_is_
 async def test_without_torch_an_answer_must_have_changed_and_a_tied_head_on_a_cpu_is_refused(
     weights: Path, monkeypatch: pytest.MonkeyPatch, model: str, device: str, stale: str, reason: str | None
 ) -> None:
-    monkeypatch.setattr(weight_check.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(server_checks.util, "find_spec", lambda name: None)
     async with started(VllmStandIn(weights / f"{model}0", device=device, stale=stale)) as engine:
         if reason is None:
             await engine.update_weights(weights / f"{model}1", 1)
@@ -375,7 +389,9 @@ async def test_a_server_that_was_started_again_is_gone_and_nothing_of_its_turn_i
     async with started(server) as engine:
         await engine.update_weights(weights / "1", 1)
         server.label = "default"
-        with pytest.raises(EngineGone, match="has the weights 'default' in place of 1: it was started again") as gone:
+        with pytest.raises(
+            EngineUnreachable, match="has the weights 'default' in place of 1: it was restarted"
+        ) as gone:
             await engine.sample(SampleRequest(PROMPT, 4))
         assert gone.value.partial is None
         await engine.start()
@@ -386,7 +402,7 @@ def test_of_several_ranks_the_fullest_cache_counts() -> None:
     told = [f'vllm:num_requests_running{{engine="{rank}"}} {3 - rank}.0' for rank in (0, 1)]
     told += [f'vllm:num_requests_waiting{{engine="{rank}"}} {rank}.0' for rank in (0, 1)]
     told += [f'vllm:kv_cache_usage_perc{{engine="{rank}"}} {usage}' for rank, usage in ((0, 0.5), (1, 0.625))]
-    assert probing.load("\n".join(told)) == Load(5, 1, 0.625)
+    assert wire.parse_load("\n".join(told)) == EngineLoad(5, 1, 0.625)
 
 
 @pytest.mark.parametrize("scale_out", [True, False])
@@ -395,14 +411,14 @@ async def test_a_server_that_dies_in_a_turn_is_gone_and_what_arrived_is_kept(wei
     async with started(server) as engine:
         assert await engine.healthy()
         server.cut_after = 4
-        with pytest.raises(EngineGone) as gone:
+        with pytest.raises(EngineUnreachable) as gone:
             await engine.sample(SampleRequest(PROMPT, 10, seed=1))
         partial = gone.value.partial
         assert partial is not None
         assert (partial.finish, len(partial.ids)) == (Finish.ABORT, 4)
         assert np.abs(forward(weights / "0", PROMPT, partial.ids) - partial.logprobs).max() < 1e-4
         assert not await engine.healthy()
-        with pytest.raises(EngineGone) as refused:
+        with pytest.raises(EngineUnreachable) as refused:
             await engine.sample(SampleRequest(PROMPT, 10))
         assert refused.value.partial is None
 
@@ -413,18 +429,18 @@ async def test_a_failing_turn_is_an_error_and_a_failing_server_is_gone(weights: 
         engine._info = replace(engine.info, vocabulary=0)
         with pytest.raises(EngineError, match=r"answered 400: .*out of vocabulary") as refused:
             await engine.sample(SampleRequest(np.array([VOCABULARY], np.int32), 10))
-        assert not isinstance(refused.value, EngineGone)
+        assert not isinstance(refused.value, EngineUnreachable)
         server.broken = True
-        with pytest.raises(EngineGone, match="answered 500"):
+        with pytest.raises(EngineUnreachable, match="answered 500"):
             await engine.sample(SampleRequest(PROMPT, 10))
 
 
 async def test_an_image_is_its_placeholder_and_the_expanded_prompt_must_be_the_one_that_was_meant(
     weights: Path,
 ) -> None:
-    image = replace(media.PROBE, digest="d")
+    image = replace(wire.PROBE_IMAGE, digest="d")
     async with started(VllmStandIn(weights / "0", sees=True)) as engine:
-        assert isinstance(engine, Seeing)
+        assert isinstance(engine, AcceptsImages)
         (place, nothing) = await engine.render_media([image, Media("audio", "a", "data:audio/wav;base64,AAAA")])
         assert nothing is None
         assert place is not None
@@ -433,24 +449,24 @@ async def test_an_image_is_its_placeholder_and_the_expanded_prompt_must_be_the_o
         with pytest.raises(BadRequest, match="cannot identify image file"):
             await engine.render_media([Media("image", "b", "data:image/png;base64,AAAA")])
         prompt = np.array([1, 7, *[PAD] * WIDTH, 8, 9], np.int32)
-        placed = Placed(image, 2, WIDTH, place.key, (PAD,))
+        placed = PlacedImage(image, 2, WIDTH, place.key, (PAD,))
         sample = await engine.sample(SampleRequest(prompt, 5, media=(placed,)))
         assert (sample.prompt_tokens, len(sample.ids)) == (len(prompt), 5)
         assert np.abs(forward(weights / "0", prompt, sample.ids) - sample.logprobs).max() < 1e-4
         wider = np.array([1, 7, *[PAD] * (WIDTH + 1), 8, 9], np.int32)
-        with pytest.raises(EngineError, match="not the 9 that were meant"):
+        with pytest.raises(EngineError, match="not the 9 that were intended"):
             await engine.sample(SampleRequest(wider, 5, media=(replace(placed, length=WIDTH + 1),)))
     blind = VllmStandIn(weights / "0")
     async with started(blind) as engine:
         assert await engine.render_media([image]) == [None]
 
 
-async def test_nobody_there_is_gone_and_what_is_not_started_or_closed_says_so() -> None:
+async def test_unreachable_unstarted_and_closed_engines_say_so() -> None:
     engine = VllmEngine("http://127.0.0.1:9/v1/")
     assert engine.url == "http://127.0.0.1:9"
     with pytest.raises(EngineError, match="not started"):
         await engine.sample(SampleRequest(PROMPT, 1))
-    with pytest.raises(EngineGone):
+    with pytest.raises(EngineUnreachable):
         await engine.start()
     await engine.close()
     with pytest.raises(EngineError, match="closed"):

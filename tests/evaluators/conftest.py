@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from evaluator_rig import MakeRig, Rig, a_task
 
+from support.evaluators.evaluator_rig import MakeRig, Rig, a_task
 from towline.sandboxes.base import Runtime
-from towline.sandboxes.bubblewrap import BubblewrapRuntime
-from towline.sandboxes.process import ProcessRuntime
+from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
+from towline.sandboxes.process.runtime import ProcessRuntime
 
 HERE = Path(__file__).parent
 

@@ -8,40 +8,38 @@ import sys
 from fractions import Fraction
 
 import pytest
-from evaluator_rig import MakeRig
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towline.evaluators.answer import AnswerEvaluator, AnswerOptions
-from towline.evaluators.answers import symbolic
-from towline.evaluators.answers.cleaning import clean
-from towline.evaluators.answers.compare import Comparison
+from support.evaluators.evaluator_rig import MakeRig
+from towline.evaluators.answer import AnswerEvaluator, AnswerLocation, AnswerOptions, extract_answer
+from towline.evaluators.answers import compare
+from towline.evaluators.answers.compare import AnswerComparison, normalize
 from towline.evaluators.answers.expressions import parse
-from towline.evaluators.answers.extract import Where, extract
 from towline.evaluators.answers.values import value
 
 
 def same(expected: str, given_answer: str, tolerance: float = 1e-6) -> bool:
-    return Comparison(tolerance, symbolic.Symbolic(10)).equal(expected, given_answer)
+    return AnswerComparison(tolerance, compare.SympyComparison(10)).equal(expected, given_answer)
 
 
 @pytest.mark.parametrize(
     ("text", "found", "where"),
     [
-        (r"so \boxed{3} no, \boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}", Where.BOXED),
-        (r"\boxed 7", "7", Where.BOXED),
-        (r"$\boxed{\{1, 2\}}$", r"\{1, 2\}", Where.BOXED),
-        ("Thinking.\n**Answer:** 42 km\nBye.", "42 km", Where.LABELLED),
-        ("The final answer is: $x=5$.", "$x=5$", Where.LABELLED),
-        ("answer: 3\nlater, Final Answer: 4", "4", Where.LABELLED),
-        ("## Final answer:\n\n> -3", "-3", Where.LABELLED),
-        ("Let me see.\nIt comes to 17.\n\n", "It comes to 17", Where.LAST_LINE),
-        ("- 5", "5", Where.LAST_LINE),
-        ("3.", "3", Where.LAST_LINE),
+        (r"so \boxed{3} no, \boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}", AnswerLocation.BOXED),
+        (r"\boxed 7", "7", AnswerLocation.BOXED),
+        (r"$\boxed{\{1, 2\}}$", r"\{1, 2\}", AnswerLocation.BOXED),
+        ("Thinking.\n**Answer:** 42 km\nBye.", "42 km", AnswerLocation.LABELLED),
+        ("The final answer is: $x=5$.", "$x=5$", AnswerLocation.LABELLED),
+        ("answer: 3\nlater, Final Answer: 4", "4", AnswerLocation.LABELLED),
+        ("## Final answer:\n\n> -3", "-3", AnswerLocation.LABELLED),
+        ("Let me see.\nIt comes to 17.\n\n", "It comes to 17", AnswerLocation.LAST_LINE),
+        ("- 5", "5", AnswerLocation.LAST_LINE),
+        ("3.", "3", AnswerLocation.LAST_LINE),
     ],
 )
-def test_where_the_answer_stands(text: str, found: str, where: Where) -> None:
-    assert extract(text) == (found, where)
+def test_where_the_answer_stands(text: str, found: str, where: AnswerLocation) -> None:
+    assert extract_answer(text) == (found, where)
 
 
 EQUAL = [
@@ -111,10 +109,10 @@ def test_every_spelling_of_a_fraction_is_the_fraction(above: int, below: int) ->
         f"({above})/({below})",
         f"$\\dfrac{{{above}}}{{{below}}}$",
     ):
-        found = extract(f"It is {spelled}" if "boxed" in spelled else f"Answer: {spelled}")
+        found = extract_answer(f"It is {spelled}" if "boxed" in spelled else f"Answer: {spelled}")
         assert found is not None
         assert same(plain, found[0])
-    tree = parse(clean(plain))
+    tree = parse(normalize(plain))
     assert tree is not None
     assert value(tree) == number
     assert not same(plain, f"{above + 1}/{below}")
@@ -152,9 +150,9 @@ def test_sets_have_no_order_and_tuples_have(numbers: list[int], random: object) 
 
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_no_text_breaks_the_comparison(one: str, two: str) -> None:
-    Comparison(1e-6, lambda a, b: False).equal(one, two)
+    AnswerComparison(1e-6, lambda a, b: False).equal(one, two)
     evaluator = AnswerEvaluator(AnswerOptions(kind="answer", answer=["3"], symbolic=False))
-    evaluator.judge(one)
+    evaluator.score(one)
 
 
 SYMBOLS = [
@@ -173,9 +171,9 @@ SYMBOLS = [
 
 @given(st.lists(st.sampled_from(SYMBOLS), max_size=60).map("".join))
 def test_no_mathematics_breaks_the_comparison(text: str) -> None:
-    comparison = Comparison(1e-6, lambda a, b: False)
+    comparison = AnswerComparison(1e-6, lambda a, b: False)
     comparison.equal(text, "3")
-    assert comparison.equal(text, text) is bool(clean(text).replace(" ", "").strip(".\"'`"))
+    assert comparison.equal(text, text) is bool(normalize(text).replace(" ", "").strip(".\"'`"))
 
 
 @pytest.mark.parametrize(
@@ -201,13 +199,13 @@ def test_nothing_is_evaluated_and_nothing_takes_long(text: str) -> None:
 
 
 def test_the_process_of_sympy_is_ended() -> None:
-    asked = symbolic.Symbolic(1)
-    assert not Comparison(1e-6, asked).equal("(x+y+z+w)^{60} - (x-y)^{50} + \\sin^{40}(x)", "(x+2y+z+w)^{61}")
-    assert asked.notes == ["sympy did not decide within 1 seconds"]
+    asked = compare.SympyComparison(1)
+    assert not AnswerComparison(1e-6, asked).equal("(x+y+z+w)^{60} - (x-y)^{50} + \\sin^{40}(x)", "(x+2y+z+w)^{61}")
+    assert asked.notes == ["sympy timed out after 1 seconds"]
 
 
 async def test_without_sympy_it_is_said(rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symbolic, "available", lambda: False)
+    monkeypatch.setattr(compare, "sympy_available", lambda: False)
     made = rig({"kind": "answer", "answer": "x^2 + 2x + 1"})
     assert (await made.judge(answer=r"\boxed{(x+1)^2}")).value == 0
     told = json.loads((made.logs / "answer.json").read_text())
@@ -236,7 +234,7 @@ async def test_the_answer_comes_from_the_reply_or_from_a_file(rig: MakeRig) -> N
 def test_sympy_is_not_imported_here() -> None:
     code = (
         "import sys\n"
-        "from towline.evaluators.answers.compare import Comparison\n"
+        "from towline.evaluators.answers.compare import AnswerComparison\n"
         "import towline.evaluators.registry\n"
         "assert 'sympy' not in sys.modules\n"
     )

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluator_rig import MakeRig, Rig, a_task, a_trajectory
 
+from support.evaluators.evaluator_rig import MakeRig, Rig, a_task, a_trajectory
 from towline.errors import ConfigError
 from towline.evaluators.base import EvaluationError
 from towline.evaluators.registry import KINDS, make_evaluator
 from towline.sandboxes.base import Runtime
 from towline.schema import Reward
-from towline.tasks.loading import load
+from towline.tasks.loading import load_tasks
 
 
 async def test_completed_asks_how_the_harness_ended(rig: MakeRig) -> None:
@@ -68,7 +68,7 @@ async def test_a_score_is_read_from_the_output(
 @pytest.mark.parametrize(
     ("how", "printed", "reason"),
     [
-        ({"reward": "number"}, "nothing here", "no number"),
+        ({"reward": "number"}, "nothing here", "contains no number"),
         ({"reward": "number"}, "1e999", "finite"),
         ({"reward": "json"}, "{broken", "no line"),
         ({"reward": "json"}, '{"score": 1}', "unknown field 'score'"),
@@ -101,7 +101,7 @@ echo '{"reward": 1, "components": {"style": 0.5}, "per_turn": {"turn-0": 0.25, "
 
 async def test_a_command_without_end(rig: MakeRig) -> None:
     spec = {"kind": "command", "command": "sleep 100", "seconds": 0.3}
-    with pytest.raises(EvaluationError, match=r"within 0\.3 seconds"):
+    with pytest.raises(EvaluationError, match=r"timed out after 0\.3 seconds"):
         await rig(spec).judge()
     reward = await rig({**spec, "on_timeout": "zero"}).judge()
     assert (reward.value, reward.components) == (0, {"timed_out": 1})
@@ -131,14 +131,14 @@ ln -s ../../tests/expected sub/up && mkfifo pipe && ln -s /usr/bin/env env && ec
     assert "pipe" not in listing
 
 
-async def test_what_cannot_be_carried_is_not_judged(rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_copied_is_not_scored(rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing is judged as missing; what is there and too large is not taken for missing."""
-    monkeypatch.setattr("towline.evaluators.carrying.carry.__kwdefaults__", {"most": 100_000})
+    monkeypatch.setattr("towline.evaluators.eval_inputs.collect_inputs.__kwdefaults__", {"most": 100_000})
     made = rig({"kind": "command", "command": "test -e out", "carry": ["/work/out"]})
     assert (await made.judge("mkdir out")).value == 1
     assert (await made.judge("true")).value == 0
-    assert "was not carried" in made.notes[0]
-    with pytest.raises(EvaluationError, match="/work/out cannot be carried"):
+    assert "was not copied" in made.notes[0]
+    with pytest.raises(EvaluationError, match="/work/out cannot be copied"):
         await made.judge("head -c 1000000 /dev/zero >out")
 
 
@@ -190,7 +190,7 @@ async def test_a_function_of_the_trainers(rig: MakeRig, tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ConfigError, match=reason):
             make_evaluator({"kind": "python", "function": function})
-    with pytest.raises(ConfigError, match="takes no 'colour'"):
+    with pytest.raises(ConfigError, match="has no parameter 'colour'"):
         make_evaluator({**spec, "arguments": {"colour": 1}})
 
 
@@ -239,7 +239,7 @@ async def test_rows_of_tasks_are_judged_as_they_say(bubblewrap: Runtime, tmp_pat
     text = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text("utf-8")
     file = tmp_path / "rows.jsonl"
     file.write_text(text.split("```json\n")[1].partition("```")[0])
-    hello, half, add, total = (Rig(bubblewrap, task, tmp_path) for task in load([file], harness="shell"))
+    hello, half, add, total = (Rig(bubblewrap, task, tmp_path) for task in load_tasks([file], harness="shell"))
     assert (await hello.judge("echo hello >out.txt")).value == 1
     assert (await hello.judge()).value == 0
     assert (await half.judge(answer=r"It is \boxed{\frac12}.")).value == 1

@@ -6,14 +6,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from evaluator_rig import Rig
 
+from support.evaluators.evaluator_rig import Rig
 from towline.sandboxes.base import Runtime
-from towline.sandboxes.dockerfile import build
-from towline.sandboxes.roots import RootCache
+from towline.sandboxes.images.build import build
+from towline.sandboxes.images.root_cache import RootCache
 from towline.schema import Task
-from towline.tasks.loading import load
-from towline.tasks.oracle import oracle
+from towline.tasks.loading import load_tasks
+from towline.tasks.oracle import oracle_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if folder.is_dir())
@@ -37,8 +37,8 @@ printf 'import os\\nos.makedirs("/logs/verifier", exist_ok=True)\\nopen("/logs/v
 
 async def built(name: str, runtime: Runtime, tmp_path: Path, *, by_oracle: bool = False) -> Rig:
     """The rig of an example with its Dockerfile built, as a node does it."""
-    (task,) = load([EXAMPLES / name], harness="shell")
-    task = oracle(task) if by_oracle else task
+    (task,) = load_tasks([EXAMPLES / name], harness="shell")
+    task = oracle_task(task) if by_oracle else task
     made = await build(
         runtime, task.environment.root, Path(task.environment.build), cache=RootCache(tmp_path / "cache", 1 << 30)
     )
@@ -51,7 +51,7 @@ async def built(name: str, runtime: Runtime, tmp_path: Path, *, by_oracle: bool 
 
 def test_there_is_one_of_every_kind() -> None:
     assert len(NAMES) >= 5
-    assert len(load([EXAMPLES], harness="codex", samples=4)) == len(NAMES)
+    assert len(load_tasks([EXAMPLES], harness="codex", samples=4)) == len(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,9 +81,9 @@ async def test_half_of_two_steps_is_half_the_reward(bubblewrap: Runtime, tmp_pat
     assert (late.value, late.components) == (0, {"step.clean": 0})
 
 
-async def test_a_solution_that_lies_about_may_not_be_there(bubblewrap: Runtime, tmp_path: Path) -> None:
+async def test_a_solution_in_the_environment_is_refused(bubblewrap: Runtime, tmp_path: Path) -> None:
     """The oracle's files in a session that is not the oracle's are a leak."""
     rig = await built("lattice-paths", bubblewrap, tmp_path, by_oracle=True)
     honest = Task.model_validate(rig.task.__dict__ | {"evaluator": {**rig.task.evaluator, "oracle": False}})
     problems = await Rig(bubblewrap, honest, rig.logs, layers=rig.layers).problems()
-    assert problems == ["/solution is there before the agent has run"]
+    assert problems == ["/solution exists before the agent runs"]

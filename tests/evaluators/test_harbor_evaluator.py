@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluator_rig import MakeRig, Rig, a_task
 
+from support.evaluators.evaluator_rig import MakeRig, Rig, a_task
 from towline.evaluators.base import EvaluationError
 from towline.sandboxes.base import Runtime
 
@@ -73,8 +73,8 @@ ln -s /elsewhere /tests && echo 42 >/app/out.txt
         ("echo '{' >/logs/verifier/reward.json; echo 1 >/logs/verifier/reward.txt", "not JSON"),
         ("ln -s /etc/hostname /logs/verifier/reward.txt", "not a number"),
         ("mkdir /logs/verifier/reward.txt", "cannot be read"),
-        ("echo broken; exit 3", "ended with 3 and said: broken"),
-        ("sleep 60", "within 1 seconds"),
+        ("echo broken; exit 3", "exited with code 3 and printed: broken"),
+        ("sleep 60", "timed out after 1 seconds"),
     ],
 )
 async def test_no_score_is_an_error(rig: MakeRig, tmp_path: Path, script: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""`patch`: what the agent changed, judged by tests that it cannot change; with git and without."""
+"""`patch`: what the agent changed, scored by tests that it cannot change; with git and without."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluator_rig import MakeRig, Rig, a_task, a_trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towline.evaluators import diffs, testlogs
-from towline.evaluators.base import Carried, EvaluationError, Outcome
-from towline.evaluators.testfiles import PATTERNS, TestFiles
-from towline.evaluators.testlogs import Result
+from support.evaluators.evaluator_rig import MakeRig, Rig, a_task, a_trajectory
+from towline.evaluators import repository_changes, testlogs
+from towline.evaluators.base import EvalInputs, EvaluationError, RunOutcome
+from towline.evaluators.repository_changes import TEST_PATTERNS, TestFileMatcher
+from towline.evaluators.testlogs import CaseResult
 from towline.sandboxes.base import Runtime
-from towline.tasks.loading import load
+from towline.tasks.loading import load_tasks
 
 BROKEN = "def add(a, b):\n    return a - b\n"
 FIXED = BROKEN.replace("-", "+")
@@ -104,8 +104,8 @@ async def test_a_repository_that_the_agent_ruined(rig: MakeRig, tmp_path: Path) 
         await made.judge(f"{replaced}; git checkout -q main -- . ; printf '{FIXED}' >lib.py".replace("\n", "\\n"))
     ).value == 1
     garbage = b"diff --git a/lib.py b/lib.py\n--- a/lib.py\n+++ b/lib.py\n@@ -1 +1 @@\n-nothing like it\n+x\n"
-    outcome = Outcome(0, "exited", "", a_trajectory())
-    reward = await made.evaluator.evaluate(made, outcome, Carried(patch=garbage))
+    outcome = RunOutcome(0, "exited", "", a_trajectory())
+    reward = await made.evaluator.evaluate(made, outcome, EvalInputs(patch=garbage))
     assert (reward.value, reward.components) == (0, {"applied": 0})
 
 
@@ -127,7 +127,7 @@ async def test_swe_bench_rows(bubblewrap: Runtime, tmp_path: Path) -> None:
     }
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
-    (task,) = load([file], harness="codex")
+    (task,) = load_tasks([file], harness="codex")
     made = Rig(bubblewrap, task, tmp_path)
     assert (await made.judge(f"cat >fix <<'E'\n{gold}\nE\ngit apply fix && rm fix")).value == 1
     reward = await made.judge(
@@ -139,7 +139,7 @@ async def test_swe_bench_rows(bubblewrap: Runtime, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("environment", [ENVIRONMENT, WITH_GIT])
 async def test_names_that_are_not_text(rig: MakeRig, environment: dict[str, Any]) -> None:
-    """Files of any name are judged, told of and left out like others."""
+    """Files of any name are scored, reported and left out like others."""
     odd = "; ".join(f"echo x >\"{folder}$(printf '\\377')\"" for folder in ("", "tests/"))
     made = rig(SPEC, environment=environment)
     assert (await made.judge(f"{FIX}; {odd}")).value == 1
@@ -171,12 +171,12 @@ echo 1..2
     }
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
-    (task,) = load([file], harness="codex")
+    (task,) = load_tasks([file], harness="codex")
     made = Rig(bubblewrap, task, tmp_path)
     gold = "echo 'gaps() { echo $(($# ? $(set -- $1; echo $#) - 1 : 0)); }' >lib.sh"
     assert (await made.judge(gold)).components == {"applied": 1, "fail_to_pass": 1, "pass_to_pass": 1}
     assert (await made.judge()).components == {"applied": 1, "fail_to_pass": 0, "pass_to_pass": 1}
-    with pytest.raises(EvaluationError, match="no result of '- one gap'"):
+    with pytest.raises(EvaluationError, match="no result for '- one gap'"):
         await made.judge("echo 'exit 0' >lib.sh")
 
 
@@ -186,7 +186,7 @@ async def test_what_is_the_tasks_fault_is_an_error(rig: MakeRig) -> None:
     with pytest.raises(EvaluationError, match="could not be run"):
         await rig({**SPEC, "command": "no-such-runner"}, environment=WITH_GIT).judge()
     endless = {**SPEC, "seconds": 0.5, "command": "sleep 50"}
-    with pytest.raises(EvaluationError, match=r"within 0\.5 seconds"):
+    with pytest.raises(EvaluationError, match=r"timed out after 0\.5 seconds"):
         await rig(endless, environment=WITH_GIT).judge(FIX)
     at_once = rig({**endless, "on_timeout": "zero"}, environment=WITH_GIT)
     assert (await at_once.judge(FIX)).components == {"applied": 1, "timed_out": 1}
@@ -209,7 +209,7 @@ def test_a_diff_is_taken_apart_by_its_hunks() -> None:
         b"diff --git a/x.bin b/x.bin\nnew file mode 100644\nindex 0..1\nGIT binary patch\nliteral 2\nJcmZQzU|?Vd00961\n\n"
         b"diff --git a/../out b/../out\n--- a/../out\n+++ b/../out\n@@ -1 +1 @@\n-1\n+2\n"
     )
-    found = diffs.sections(diff)
+    found = repository_changes.diff_sections(diff)
     assert [section.paths for section in found] == [
         ("a.py",),
         ("täst s.py",),
@@ -219,9 +219,9 @@ def test_a_diff_is_taken_apart_by_its_hunks() -> None:
         (),
     ]
     assert b"".join(section.data for section in found) == diff
-    kept, left_out = diffs.without(diff, TestFiles(PATTERNS))
-    assert [section.paths[0] for section in diffs.sections(kept)] == ["a.py", "täst s.py", "x.bin"]
-    assert left_out == ["tests/new name.py", "link", "a file whose name cannot be told"]
+    kept, left_out = repository_changes.without_files(diff, TestFileMatcher(TEST_PATTERNS))
+    assert [section.paths[0] for section in repository_changes.diff_sections(kept)] == ["a.py", "täst s.py", "x.bin"]
+    assert left_out == ["tests/new name.py", "link", "a file with an ambiguous name"]
 
 
 @given(
@@ -243,14 +243,14 @@ def test_a_diff_is_taken_apart_by_its_hunks() -> None:
     ),
 )
 def test_no_diff_breaks_and_no_test_file_stays(noise: bytes, lines: list[bytes]) -> None:
-    is_test = TestFiles(PATTERNS)
+    is_test = TestFileMatcher(TEST_PATTERNS)
     for diff in (noise, b"".join(lines)):
-        kept, _ = diffs.without(diff, is_test)
-        assert not any(is_test(path) for section in diffs.sections(kept) for path in section.paths)
+        kept, _ = repository_changes.without_files(diff, is_test)
+        assert not any(is_test(path) for section in repository_changes.diff_sections(kept) for path in section.paths)
 
 
 def test_files_that_the_verifier_brings_are_its_own() -> None:
-    is_test = TestFiles(["check/*"], ["spec/a.txt"])
+    is_test = TestFileMatcher(["check/*"], ["spec/a.txt"])
     for path in (
         "check/x",
         "check",
@@ -264,7 +264,7 @@ def test_files_that_the_verifier_brings_are_its_own() -> None:
         assert is_test(path), path
     for path in ("spec/b.txt", "source/check.py", "checks", "src/tests.py"):
         assert not is_test(path), path
-    default = TestFiles(PATTERNS)
+    default = TestFileMatcher(TEST_PATTERNS)
     for path in (
         "tests/a",
         "a/tests/b.c",
@@ -293,7 +293,7 @@ XFAIL tests/test_b.py::test_seven - known
 SKIPPED [1] tests/test_b.py:3: no
 tests/test_b.py::test_eight SKIPPED (why not)   [ 99%]
 """
-    found = testlogs.results(pytest_output)
+    found = testlogs.read_test_log(pytest_output).results
     good = ["tests/test_a.py::test_one", "tests/test_b.py::test_seven", "tests/test_b.py::test_three[x - y]"]
     assert testlogs.share(found, good) == 1
     for bad in (
@@ -317,7 +317,7 @@ ok
 test_f (mod.T) ... expected failure
 FAIL: test_g (mod.T)
 """
-    found = testlogs.results(unittest_output)
+    found = testlogs.read_test_log(unittest_output).results
     assert (
         testlogs.share(
             found,
@@ -327,9 +327,9 @@ FAIL: test_g (mod.T)
     )
     for bad in ("test_b (mod.T)", "test_d (mod.T)", "test_g (mod.T)", "test_x (mod.T)"):
         assert not testlogs.passed(found, bad), bad
-    assert testlogs.results("test_sympy ok\ntest_other F\n") == {
-        "test_sympy": Result.PASSED,
-        "test_other": Result.FAILED,
+    assert testlogs.read_test_log("test_sympy ok\ntest_other F\n").results == {
+        "test_sympy": CaseResult.PASSED,
+        "test_other": CaseResult.FAILED,
     }
     assert testlogs.share({}, []) == 1
     # What the code under test prints to keep the reader busy.
@@ -339,5 +339,5 @@ FAIL: test_g (mod.T)
         "PASSED a::b" + " - " * 500_000,
         "\n".join(["a::b" + " PASSED (" * 200] * 2000),
     ):
-        testlogs.results(noise)
+        testlogs.read_test_log(noise)
     assert testlogs.share({}, ["a"]) == 0

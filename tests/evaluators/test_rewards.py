@@ -6,10 +6,10 @@ import json
 import math
 
 import pytest
-from evaluator_rig import a_trajectory
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.evaluators.evaluator_rig import a_trajectory
 from towline.evaluators import rewards
 from towline.evaluators.base import EvaluationError
 
@@ -19,11 +19,18 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 @given(finite)
 def test_a_number_comes_back_as_it_was_written(number: float) -> None:
     assert rewards.last_number(f"run 12 of v3.4: {number!r}\n") == number
-    assert rewards.matched(f"reward = {number!r}\nlater 7", r"reward = (\S+)") == number
+    assert rewards.matched_number(f"reward = {number!r}\nlater 7", r"reward = (\S+)") == number
     assert rewards.reward_files(None, f" {number!r}\n".encode()) == {"reward": number}
     assert rewards.reward_files(json.dumps({"reward": number, "style": 1}).encode(), b"5")["reward"] == number
-    assert rewards.reward_of({"reward": number}, "x", a_trajectory()).value == number
+    assert rewards.to_reward({"reward": number}, "x", a_trajectory()).value == number
     assert rewards.last_object(f"noise {{\n{json.dumps({'reward': number})}\n")["reward"] == number
+
+
+@pytest.mark.parametrize("last", ["nan", "NaN", "-inf", "Infinity", "1e999", "1" + "0" * 400])
+def test_a_last_number_that_is_not_finite_is_an_error_and_not_the_one_before_it(last: str) -> None:
+    with pytest.raises(EvaluationError, match="not a finite number"):
+        rewards.last_number(f"accuracy 0.9\nreward: {last}\n")
+    assert rewards.last_number(f"{last} infinite info nan_count 0.5") == 0.5
 
 
 @given(st.one_of(st.none(), st.binary(max_size=40)), st.one_of(st.none(), st.binary(max_size=40)))
@@ -64,5 +71,5 @@ def test_a_broken_file_is_never_0(as_json: bytes | None, as_text: bytes | None, 
 def test_the_outcome_among_named_rewards() -> None:
     assert rewards.main_reward({"reward": 0.5, "style": 1}) == 0.5
     assert rewards.main_reward({"accuracy": 0.25}) == 0.25
-    with pytest.raises(EvaluationError, match="called `reward`"):
+    with pytest.raises(EvaluationError, match="named `reward`"):
         rewards.main_reward({"a": 1, "b": 2})

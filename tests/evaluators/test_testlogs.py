@@ -6,11 +6,11 @@ import pytest
 
 from towline.evaluators import testlogs
 from towline.evaluators.base import EvaluationError
-from towline.evaluators.logformats import FORMATS
-from towline.evaluators.testlogs import Result
+from towline.evaluators.testlog_formats import FORMATS
+from towline.evaluators.testlogs import CaseResult
 from towline.schema import LogFormat
 
-PASSED, FAILED, SKIPPED = Result.PASSED, Result.FAILED, Result.SKIPPED
+PASSED, FAILED, SKIPPED = CaseResult.PASSED, CaseResult.FAILED, CaseResult.SKIPPED
 PYTEST = """
 ============================= test session starts ==============================
 tests/test_a.py::test_one PASSED                                         [ 33%]
@@ -160,7 +160,7 @@ GRADLE = """
 SlugTest > joinsWords() PASSED
 QueryTest > parses() FAILED
 """
-LOGS: dict[str, tuple[LogFormat, str, dict[str, Result]]] = {
+LOGS: dict[str, tuple[LogFormat, str, dict[str, CaseResult]]] = {
     "pytest": (
         LogFormat.PYTEST,
         PYTEST,
@@ -270,11 +270,11 @@ LOGS: dict[str, tuple[LogFormat, str, dict[str, Result]]] = {
 def test_every_test_of_a_log_has_its_result(name: str) -> None:
     log_format, output, expected = LOGS[name]
     for chosen in (log_format, None):
-        log = testlogs.read(output, chosen)
+        log = testlogs.read_test_log(output, chosen)
         log.check(expected)
         for test, result in expected.items():
             assert testlogs.passed(log.results, test) is (result is PASSED), (chosen, test)
-        with pytest.raises(EvaluationError, match="has no result of 'nobody'"):
+        with pytest.raises(EvaluationError, match="has no result for 'nobody'"):
             log.check([*expected, "nobody"])
 
 
@@ -285,8 +285,8 @@ def test_every_format_is_read_and_tested() -> None:
 @pytest.mark.parametrize("output", ["", "all good\n", "5 tests, 0 failures\n", "PASS\nok  \texample.com/x\t0.003s\n"])
 def test_a_log_that_is_not_understood_is_an_error(output: str) -> None:
     for failed in (False, True):
-        with pytest.raises(EvaluationError, match="is not understood"):
-            testlogs.read(output, failed=failed).check(["TestAdd"])
+        with pytest.raises(EvaluationError, match="in a known format"):
+            testlogs.read_test_log(output, failed=failed).check(["TestAdd"])
 
 
 @pytest.mark.parametrize(
@@ -303,12 +303,12 @@ def test_a_log_that_is_not_understood_is_an_error(output: str) -> None:
     ],
 )
 def test_tests_that_cannot_be_built_did_not_pass(output: str) -> None:
-    log = testlogs.read(output, failed=True)
+    log = testlogs.read_test_log(output, failed=True)
     log.check(["TestAdd"])
     assert testlogs.share(log.results, ["TestAdd"]) == 0
-    # A run that ended well was built: such words are then somebody's output.
+    # A successful run was built: such words are then output of the code.
     with pytest.raises(EvaluationError):
-        testlogs.read(output, failed=False).check(["TestAdd"])
+        testlogs.read_test_log(output, failed=False).check(["TestAdd"])
 
 
 def test_no_line_costs_more_than_its_length() -> None:
@@ -325,4 +325,4 @@ def test_no_line_costs_more_than_its_length() -> None:
         "test " + " ... " * 380,
         " " * 1900 + "x",
     ):
-        testlogs.read("\n".join([noise] * 500))
+        testlogs.read_test_log("\n".join([noise] * 500))

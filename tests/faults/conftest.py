@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from towline import tiny
+from towline.demo import tiny_model
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.create(tmp_path_factory.mktemp("models") / "tiny", steps=2)
+    return tiny_model.create(tmp_path_factory.mktemp("models") / "tiny", steps=2)

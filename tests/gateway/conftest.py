@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import uvloop
-from gateway_rig import Rig, Start, running_gateway
 
-from towline.tokens.codec import Codec
+from support.gateway.gateway_rig import Rig, Start, running_gateway
+from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
 
 
@@ -23,12 +23,12 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 
 
 @pytest.fixture(scope="session")
-def codec(assets: Path) -> Codec:
+def codec(assets: Path) -> ModelCodec:
     return load_codec(assets / "tokenizers" / "qwen3")
 
 
 @pytest.fixture
-def start(codec: Codec, tmp_path: Path) -> Start:
+def start(codec: ModelCodec, tmp_path: Path) -> Start:
     """`async with start(script, **settings) as rig`; on one data folder a test."""
 
     def begin(*arguments: Any, **options: Any) -> AbstractAsyncContextManager[Rig]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import Body, Rig, assert_one_chain, running_gateway, user
 
+from support.gateway.gateway_rig import Body, Rig, assert_one_chain, running_gateway, user
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say
 from towline.schema import Trajectory
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
 
 ARGUMENTS: dict[str, Any] = {
@@ -26,7 +26,7 @@ SCHEMA = {"type": "object", "properties": {"id": {"type": "integer", "maximum": 
 
 
 @pytest.fixture(scope="module")
-def codec(assets: Path) -> Codec:
+def codec(assets: Path) -> ModelCodec:
     return load_codec(assets / "tokenizers" / "qwen3")
 
 
@@ -100,7 +100,7 @@ async def google(rig: Rig, headers: dict[str, str], root: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("speak", [chat, responses, messages, google])
-async def test_a_call_with_long_integers(codec: Codec, tmp_path: Path, speak: Any) -> None:
+async def test_a_call_with_long_integers(codec: ModelCodec, tmp_path: Path, speak: Any) -> None:
     async with running_gateway(codec, tmp_path, agent) as rig:
         session = await rig.open()
         assert await speak(rig, session.headers, session.root) == [ARGUMENTS, ARGUMENTS]

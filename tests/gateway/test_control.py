@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from gateway_rig import Opened, Rig, Start, Wire, assert_one_chain, chat, eventually, message_of, user
 
+from support.gateway.gateway_rig import Opened, Rig, Start, Wire, assert_one_chain, chat, eventually, message_of, user
 from towline.conversation import Finish, Request
 from towline.engines.scripted import Say
 from towline.errors import EngineError
 from towline.schema import FailureReason, SessionState, Trajectory
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 
 ARROW = "application/vnd.apache.arrow.stream"
 
 
 async def test_two_kinds_of_keys(start: Start) -> None:
-    """A session's key opens no control route, the control key no provider route, and nobody sees a key twice."""
+    """A session's key opens no control route, the control key no provider route, and a key is shown once."""
     async with start(lambda _: Say("fine")) as rig:
         session = await rig.open()
         control, provider = rig.running.control_url, rig.running.base_url
@@ -100,7 +100,7 @@ async def test_what_cannot_be_a_session(start: Start) -> None:
         assert rig.gateway.sessions == rig.gateway._by_key == {}
 
 
-async def test_the_life_of_a_session(start: Start, codec: Codec) -> None:
+async def test_the_life_of_a_session(start: Start, codec: ModelCodec) -> None:
     """Made, shown, read as JSON and as Arrow, sealed once however often it is asked, and then no more."""
     async with start(lambda _: Say("fine", "hm", delay=0.05)) as rig:
         for method, path, body, expected in [
@@ -194,7 +194,7 @@ async def test_what_cannot_be_asked_of_the_policy(start: Start) -> None:
             async with rig.control.post(url, data=b"nonsense") as response:
                 assert response.status == 400
         assert (await rig.call("GET", "/v1/policy"))[1] == {"version": 0, "engine": "scripted", "context": 131072}
-        assert rig.engine._running.is_set()
+        assert rig.engine._gate.is_set()
 
 
 def slow(request: Request) -> Say:
@@ -213,7 +213,7 @@ async def test_drain_lets_turns_finish_and_holds_new_ones(start: Start) -> None:
         session = await rig.open()
         first = await in_flight(rig, session, "one")
         pausing = asyncio.create_task(rig.call("POST", "/v1/policy/pause", {"mode": "drain"}))
-        await eventually(lambda: not rig.engine._running.is_set())
+        await eventually(lambda: not rig.engine._gate.is_set())
         second = await Wire.send(session, chat(user("two"), stream=True))
         await second.until(b": ping")
         assert not pausing.done()
@@ -231,8 +231,8 @@ async def test_drain_lets_turns_finish_and_holds_new_ones(start: Start) -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "deadline", "weights"])
-async def test_an_abort_is_gone_through_with_the_connection_open(start: Start, codec: Codec, how: str) -> None:
-    """The turn goes on from its tokens so far; each token has the version that it was sampled under."""
+async def test_an_abort_is_gone_through_with_the_connection_open(start: Start, codec: ModelCodec, how: str) -> None:
+    """The turn continues from its tokens so far; each token has the policy version it was sampled under."""
     async with start(slow, ping_seconds=0.05) as rig:
         session = await rig.open()
         whole = await in_flight(rig, session, "one")
@@ -243,7 +243,7 @@ async def test_an_abort_is_gone_through_with_the_connection_open(start: Start, c
         else:
             body = {"mode": "abort"} if how == "abort" else {"mode": "drain", "deadline": 0.01}
             assert (await rig.call("POST", "/v1/policy/pause", body))[0] == 200
-            assert not rig.engine._flying
+            assert not rig.engine._active
             await streamed.until(b": ping")  # still there, though nothing is sampled
             assert len(rig.engine.requests) == 2
             assert (await rig.call("GET", f"/v1/sessions/{session.id}"))[1]["in_flight"] == 2
@@ -276,14 +276,14 @@ async def test_a_client_may_leave_while_the_policy_is_paused(start: Start) -> No
         await rig.call("POST", "/v1/policy/pause", {"mode": "abort"})
         for text in ("kept", "lost"):
             wire = await Wire.send(session, chat(user(text)))
-            await eventually(lambda text=text: len(rig.gateway.sessions[session.id].work) >= 1)
+            await eventually(lambda text=text: len(rig.gateway.sessions[session.id].turns.tasks) >= 1)
             await asyncio.sleep(0.02)
             wire.cut()
             if text == "kept":
-                await eventually(lambda: rig.gateway.sessions[session.id].waiting.abandoned)
+                await eventually(lambda: rig.gateway.sessions[session.id].turns.inflight.abandoned)
                 again = await Wire.send(session, chat(user(text)))
-                await eventually(lambda: not rig.gateway.sessions[session.id].waiting.abandoned)
-        await eventually(lambda: len(rig.gateway.sessions[session.id].work) == 1, "the lost turn ends")
+                await eventually(lambda: not rig.gateway.sessions[session.id].turns.inflight.abandoned)
+        await eventually(lambda: len(rig.gateway.sessions[session.id].turns.tasks) == 1, "the lost turn ends")
         await rig.call("POST", "/v1/policy/resume", {"version": 1})
         assert message_of(await again.answer())["reasoning_content"] == "to kept"
         again.cut()

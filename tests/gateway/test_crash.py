@@ -1,4 +1,4 @@
-"""kill -9 at named points and at random: what a client received is there afterwards, once, and sessions go on.
+"""kill -9 at named points and at random: what a client received is there afterwards, once, and sessions continue.
 
 The clients are agents that know nothing of crashes: they send the request again that got no answer.
 """
@@ -14,12 +14,22 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_process import CONTROL_KEY, Nursery, Process
-from gateway_rig import assemble, assert_one_chain, chat, message_of, results, sampled, says, system, user
 
+from support.gateway.gateway_process import CONTROL_KEY, Nursery, Process
+from support.gateway.gateway_rig import (
+    assemble,
+    assert_one_chain,
+    chat,
+    message_of,
+    results,
+    sampled,
+    says,
+    system,
+    user,
+)
 from towline.gateway.journal import replay
 from towline.schema import Trajectory
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 
 CONTROL = {"authorization": f"Bearer {CONTROL_KEY}"}
 POINTS = [
@@ -127,7 +137,7 @@ async def employed(web: aiohttp.ClientSession, process: Process, count: int) -> 
     return [Agent(n, json.loads(await control(web, process, "POST", "/v1/sessions", {}))) for n in range(count)]
 
 
-async def finish(web: aiohttp.ClientSession, process: Process, agents: list[Agent], codec: Codec) -> None:
+async def finish(web: aiohttp.ClientSession, process: Process, agents: list[Agent], codec: ModelCodec) -> None:
     """Two turns more, then every session is one exact chain of what its agent received, and of nothing else."""
     for _ in range(2):
         await asyncio.gather(*(agent.turn(web, process) for agent in agents))
@@ -142,7 +152,7 @@ async def finish(web: aiohttp.ClientSession, process: Process, agents: list[Agen
         assert {turn[1] for turn in turns} == {f"for {agent.id}"}
 
 
-async def test_named_points(nursery: Nursery, web: aiohttp.ClientSession, codec: Codec, tmp_path: Path) -> None:
+async def test_named_points(nursery: Nursery, web: aiohttp.ClientSession, codec: ModelCodec, tmp_path: Path) -> None:
     """One data folder and the same sessions through one crash after the other."""
     process = await started(nursery, tmp_path)
     agents = await employed(web, process, 3)
@@ -164,13 +174,16 @@ async def test_named_points(nursery: Nursery, web: aiohttp.ClientSession, codec:
     assert min(len(agent.received) for agent in agents) > len(POINTS)
 
 
-async def test_random_moments(nursery: Nursery, web: aiohttp.ClientSession, codec: Codec, tmp_path: Path) -> None:
+async def test_random_moments(nursery: Nursery, web: aiohttp.ClientSession, codec: ModelCodec, tmp_path: Path) -> None:
     """Under the load of several sessions at once."""
     process = await started(nursery, tmp_path)
     agents = await employed(web, process, 6)
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
     for _ in range(8):
         working = [asyncio.create_task(agent.until_lost(web, process)) for agent in agents]
-        await asyncio.sleep(random.uniform(0.05, 0.4))
+        await asyncio.sleep(moments.uniform(0.05, 0.4))
         process.kill()
         await asyncio.gather(*working)
         await process.dead()
@@ -181,7 +194,7 @@ async def test_random_moments(nursery: Nursery, web: aiohttp.ClientSession, code
     process.kill()
 
 
-async def test_sealing(nursery: Nursery, web: aiohttp.ClientSession, codec: Codec, tmp_path: Path) -> None:
+async def test_sealing(nursery: Nursery, web: aiohttp.ClientSession, codec: ModelCodec, tmp_path: Path) -> None:
     """A crash on the way leaves the session open or sealed, never both and never half: sealing again is sealing."""
     process = await started(nursery, tmp_path)
     agents = await employed(web, process, 3)

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_rig import Body, Opened, Rig, Start, assert_one_chain, chat, running_gateway, system, user
 
+from support.gateway.gateway_rig import Body, Opened, Rig, Start, assert_one_chain, chat, running_gateway, system, user
 from towline.conversation import Request, ToolCall
-from towline.dialects.base import Call
+from towline.dialects.base import DialectCall
 from towline.dialects.registry import all_dialects
 from towline.engines.scripted import Say
 from towline.schema import Trajectory
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -31,7 +31,7 @@ HEADERS = {
 
 
 @pytest.fixture(scope="module")
-def strict(assets: Path) -> Codec:
+def strict(assets: Path) -> ModelCodec:
     """A template with calls in XML, whose types are in the schema alone, and with no place for a late system message."""
     return load_codec(assets / "tokenizers" / "qwen3", template=assets / "templates" / "qwen3_5_think.jinja")
 
@@ -124,7 +124,7 @@ async def test_items_that_are_named_and_answers_that_are_asked_for_again(start: 
         whole = json.loads((await get(rig, session, f"/v1/responses/{second['id']}"))[2])
         assert whole["output"] == second["output"]
 
-        # What is not stored, not there or somebody else's cannot be named.
+        # Responses that are not stored, unknown or of another session cannot be referenced.
         hidden = json.loads((await post(rig, session, "/v1/responses", {**body, "store": False}))[1])
         other = await rig.open()
         for asking, id in ((session, hidden["output"][0]["id"]), (session, "msg_12x0"), (other, named[0]["id"])):
@@ -169,7 +169,7 @@ async def test_what_is_not_followed_is_recorded(start: Start) -> None:
         assert [turn.overridden for turn in turns] == [["tool_choice"], [], ["tool_choice"], []]
 
 
-async def test_tools_that_only_messages_show(strict: Codec, tmp_path: Path) -> None:
+async def test_tools_that_only_messages_show(strict: ModelCodec, tmp_path: Path) -> None:
     """Their schemas tell the types of arguments that the model wrote as bare text."""
 
     values = "".join(f"<parameter={name}>\n7\n</parameter>\n" for name in ("page", "count"))
@@ -206,7 +206,7 @@ async def test_tools_that_only_messages_show(strict: Codec, tmp_path: Path) -> N
         assert json.loads(json.loads(data)["output"][-1]["arguments"]) == {"page": "7", "count": 7}
 
 
-async def test_a_late_system_message_that_the_template_refuses(strict: Codec, tmp_path: Path) -> None:
+async def test_a_late_system_message_that_the_template_refuses(strict: ModelCodec, tmp_path: Path) -> None:
     """Claude Code acts on these very words; without such a message they are not said."""
     late = [user("Hi."), {"role": "assistant", "content": "Hi."}, system("Mind the tests."), user("Go on.")]
     async with running_gateway(strict, tmp_path, agent) as rig:
@@ -234,7 +234,7 @@ async def test_a_system_prompt_that_is_another_on_every_call(start: Start) -> No
         tools = [{"name": "bash", "input_schema": TOOL}]
         for number in range(4):
             body = {"model": "m", "max_tokens": 99, "system": f"cch={number};Be brief.", "messages": history}
-            request, thread = session.read(dialect, Call("generate", {**body, "tools": tools}))
+            request, thread = session.read(dialect, DialectCall("generate", {**body, "tools": tools}))
             assert thread.fresh[0].text == f"cch={number};Be brief."
             assert any(message is request.messages[1] for message in thread.fresh) == (number == 0)
             assert len(thread.fresh) <= 5
@@ -255,8 +255,8 @@ async def test_a_system_prompt_that_is_another_on_every_call(start: Start) -> No
 @pytest.mark.parametrize(
     "cuts", [(6,), (4, 6), (22,), (5, 20)], ids=["in the reasoning", "twice there", "in the text", "in both"]
 )
-async def test_a_reply_that_is_written_on(start: Start, codec: Codec, cuts: tuple[int, ...]) -> None:
-    """What was opened before the cut is open behind it: reasoning goes on as reasoning."""
+async def test_a_reply_that_is_written_on(start: Start, codec: ModelCodec, cuts: tuple[int, ...]) -> None:
+    """What was open before the cut is open after it: reasoning continues as reasoning."""
     reasoning, text = "First I look at every file, then I think about them.", "It is done, and everything works fine."
     ids = np.asarray([*codec.tokenizer.encode(f"<think>\n{reasoning}\n</think>\n\n{text}"), min(codec.stop_ids)])
     place = 0
@@ -282,7 +282,7 @@ async def test_a_reply_that_is_written_on(start: Start, codec: Codec, cuts: tupl
         assert_one_chain(await rig.seal(session), len(cuts) + 2)
 
 
-async def test_images_before_a_model_that_sees_none(start: Start, codec: Codec) -> None:
+async def test_images_before_a_model_that_sees_none(start: Start, codec: ModelCodec) -> None:
     """The model reads that there was one; the turn says so; another image is another message."""
     parts: list[Body] = [
         {"type": "text", "text": "Compare "},

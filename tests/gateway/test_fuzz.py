@@ -1,5 +1,5 @@
 """Whatever is sent to the provider routes, the answer is a reply or a 4xx that says what is wrong: never a 5xx, a hang,
-or a turn of somebody else's. Afterwards the same gateway works as before.
+or a turn of another session. Afterwards the same gateway works as before.
 
 `TOWLINE_FUZZ_SEED` and `TOWLINE_FUZZ_BODIES` in the environment choose another or a longer run; a failure shows its seed.
 """
@@ -19,12 +19,24 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-from fuzz_bodies import VOCABULARIES, body_of, broken, wounded, written
-from gateway_rig import PATIENCE, TOOLS, Opened, Rig, Start, assert_one_chain, chat, message_of, results, system, user
 
+from support.gateway.fuzz_bodies import VOCABULARIES, body_of, broken, wounded, written
+from support.gateway.gateway_rig import (
+    PATIENCE,
+    TOOLS,
+    Opened,
+    Rig,
+    Start,
+    assert_one_chain,
+    chat,
+    message_of,
+    results,
+    system,
+    user,
+)
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 
 # Read at import: the tests' own settings leave nothing of the environment.
 SEED = int(os.environ.get("TOWLINE_FUZZ_SEED", "20261115"))
@@ -178,7 +190,7 @@ async def look(rig: Rig, chance: random.Random, harness: Harness, other: Harness
     counts[kind] += 1
 
 
-async def test_every_endpoint(start: Start, codec: Codec) -> None:
+async def test_every_endpoint(start: Start, codec: ModelCodec) -> None:
     """Thousands of requests in all dialects, from several sessions at once, with the key in every place."""
     chance = random.Random(SEED)
     counts: Counter[str] = Counter()
@@ -421,7 +433,7 @@ async def test_requests_that_are_hardly_http(start: Start) -> None:
             # The answer to HEAD has no body, and a CONNECT is not for a path: the peer closes.
             answer = await exchange(session, data, end=method in ("HEAD", "CONNECT"))
             assert status_of(answer) in (400, 405), (method, answer[:200])
-        # Not whole, and then gone: nobody is answered, nobody waits.
+        # Incomplete, then disconnected: nothing is answered, nothing waits.
         for cut in (10, 60, 120, len(post()) - 5):
             assert status_of(await exchange(session, keyed(post())[:cut], end=True)) in (0, 400)
         # Two at once on one connection are answered one after the other.

@@ -1,5 +1,5 @@
 """Images before an engine that sees: its own placeholder ids stand in the prompt, the row says which tokens are which
-image, and the conversation goes on exactly. The engine is a stand-in (`seeing_stand_in`); template and tokenizer are real."""
+image, and the conversation continues exactly. The engine is a stand-in (`seeing_stand_in`); template and tokenizer are real."""
 
 from __future__ import annotations
 
@@ -10,16 +10,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_rig import BASH, Body, Opened, Rig, assert_one_chain, chat, message_of, running_gateway, user
-from seeing_stand_in import BROKEN, ExpandingStandIn, SeeingStandIn, width
 
+from support.engines.vision_stand_in import BROKEN, ExpandingStandIn, SeeingStandIn, width
+from support.gateway.gateway_rig import (
+    BASH,
+    Body,
+    Opened,
+    Rig,
+    assert_one_chain,
+    chat,
+    message_of,
+    running_gateway,
+    user,
+)
 from towline.conversation import Request, ToolCall
-from towline.engines.base import Seeing
+from towline.engines.base import AcceptsImages
 from towline.engines.scripted import Say, ScriptedEngine
-from towline.gateway.lanes import Lane
+from towline.gateway.model_routes import ModelRoute
 from towline.schema import Image, Trajectory, Untrained
 from towline.tokens.loading import load_codec
-from towline.tokens.template import SentinelCodec
+from towline.tokens.templates.sentinel import SentinelCodec
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 OTHER = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
@@ -212,7 +222,7 @@ async def test_images_in_questions_and_results_are_continued_exactly(
     seeing: SentinelCodec, tmp_path: Path, speaks: type[Any]
 ) -> None:
     engine = SeeingStandIn(seeing, agent)
-    assert isinstance(engine, Seeing)
+    assert isinstance(engine, AcceptsImages)
     async with running_gateway(seeing, tmp_path, engine=engine) as rig:
         session = await rig.open()
         talk = speaks()
@@ -257,14 +267,14 @@ async def test_conversations_with_images_outlive_the_gateway(vision: SentinelCod
     assert [image.digest for image in trace.images] == [digest(PIXEL), digest(REMOTE)]
     told = later.told[trajectory.turns[-1].id]["mm_placeholders"]["image"]
     assert told == [{"offset": image.start, "length": image.length} for image in trace.images]
-    with pytest.raises(ValueError, match="does not stand in the row's context"):
+    with pytest.raises(ValueError, match="is not in the row's context"):
         trace.model_validate(trace.__dict__ | {"images": [Image(digest="x", start=len(trace.token_ids) - 1, length=9)]})
 
 
 async def test_forks_siblings_and_rows_of_other_builders_keep_their_images(
     vision: SentinelCodec, tmp_path: Path
 ) -> None:
-    """Whatever becomes of a conversation, the engine is told where each image of the prompt is: it checks that itself."""
+    """Whatever becomes of a conversation, the engine gets the position of each image in the prompt, which it verifies."""
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
     remote = {"type": "image_url", "image_url": {"url": REMOTE}}
     for builder, capture in (("exact", "exact"), ("per_turn", "exact"), ("merged", "plain"), ("per_turn", "plain")):
@@ -352,7 +362,7 @@ async def test_what_cannot_be_shown_is_marked_and_told(vision: SentinelCodec, as
 async def test_an_engine_that_does_not_report_its_placeholders_forks_and_says_so(
     vision: SentinelCodec, tmp_path: Path, echoes: bool
 ) -> None:
-    """Where the engine tells afterwards what the model saw, each turn is a row of its own; where it does not, none is."""
+    """If the engine reports afterwards what the model saw, each turn is a row of its own; otherwise none is."""
     engine = ExpandingStandIn(vision, agent, echoes=echoes)
     talk = Chat()
     async with running_gateway(vision, tmp_path, engine=engine) as rig:
@@ -388,7 +398,7 @@ async def test_an_engine_that_does_not_report_its_placeholders_forks_and_says_so
 async def test_each_engine_of_a_session_has_its_own_eyes(vision: SentinelCodec, assets: Path, tmp_path: Path) -> None:
     """The same picture to a policy that sees and to a frozen engine that does not."""
     blind = load_codec(assets / "tokenizers" / "llama3_2")
-    frozen = Lane(ScriptedEngine(blind, agent), blind, "blind")
+    frozen = ModelRoute(ScriptedEngine(blind, agent), blind, "blind")
     engine = SeeingStandIn(vision, agent)
     content = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}]
     async with running_gateway(vision, tmp_path, engine=engine, others={"blind": frozen}) as rig:

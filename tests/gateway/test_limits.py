@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from gateway_rig import Opened, Rig, Start, assert_one_chain, chat, message_of, results, user
 
+from support.gateway.gateway_rig import Opened, Rig, Start, assert_one_chain, chat, message_of, results, user
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say
 from towline.schema import Trajectory
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 
 
 def busy(request: Request) -> Say:
@@ -77,7 +77,7 @@ async def test_context(start: Start, limited: str) -> None:
         assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
         assert "700 tokens" in error["message"]
         assert turns > 2
-        # The harness compacts and goes on.
+        # The harness compacts and continues.
         status, _ = await rig.post(session, chat(user("what was done so far: nothing")))
         assert status == 200
         trajectory = await rig.seal(session)
@@ -103,7 +103,7 @@ async def test_wall_clock(start: Start) -> None:
     assert trajectory.report.trained_tokens > 0
 
 
-async def test_most_tokens_of_a_turn(start: Start, codec: Codec) -> None:
+async def test_most_tokens_of_a_turn(start: Start, codec: ModelCodec) -> None:
     """The least of what the session, the harness and the context allow."""
     async with start(lambda _: Say("word " * 100)) as rig:
         session = await rig.open(settings={"sampling": {"max_tokens": 50}})

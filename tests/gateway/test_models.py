@@ -13,21 +13,33 @@ import aiohttp
 import numpy as np
 import pyarrow as pa
 import pytest
-from gateway_rig import BASH, Body, Opened, Rig, Start, chat, eventually, message_of, results, system, user
 from rich.console import Console
 
-from towline.audit.tongues import DIALECTS, tongue
+from support.gateway.gateway_rig import (
+    BASH,
+    Body,
+    Opened,
+    Rig,
+    Start,
+    chat,
+    eventually,
+    message_of,
+    results,
+    system,
+    user,
+)
+from towline.audit.clients import DIALECTS, make_client
 from towline.cli.engines import make_gateway
 from towline.config import Settings
 from towline.conversation import Request, ToolCall
+from towline.demo import tokenizer as tiny
 from towline.engines.scripted import Say, ScriptedEngine
 from towline.errors import ConfigError
 from towline.gateway.gateway import Gateway
-from towline.gateway.lanes import Lane, Lanes
-from towline.gateway.server import serving
+from towline.gateway.model_routes import ModelRoute, ModelRoutes
+from towline.gateway.server import serve_gateway
 from towline.schema import POLICY, ForkReason, Trajectory, Turn, TurnRole, Untrained
-from towline.tiny import tokenizer as tiny
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
 
 MODELS = {"*haiku*": "small"}
@@ -36,7 +48,7 @@ CONTEXT = 4096
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Codec:
+def small(tmp_path_factory: pytest.TempPathFactory) -> ModelCodec:
     """The tiny model's own tokenizer and template: 512 ids."""
     folder = tmp_path_factory.mktemp("small")
     tiny.write(folder)
@@ -54,21 +66,23 @@ def title(request: Request) -> Say:
     return Say(f"Title {len(request.messages)}")
 
 
-def lane(codec: Codec, script: Callable[[Request], Say] = title, name: str = "small", **options: Any) -> Lane:
-    return Lane(ScriptedEngine(codec, script, context=CONTEXT, **options), codec, name, "tiny-model")
+def route(
+    codec: ModelCodec, script: Callable[[Request], Say] = title, name: str = "small", **options: Any
+) -> ModelRoute:
+    return ModelRoute(ScriptedEngine(codec, script, context=CONTEXT, **options), codec, name, "tiny-model")
 
 
-def engine_of(lane: Lane) -> ScriptedEngine:
-    assert isinstance(lane.engine, ScriptedEngine)
-    return lane.engine
+def engine_of(route: ModelRoute) -> ScriptedEngine:
+    assert isinstance(route.engine, ScriptedEngine)
+    return route.engine
 
 
 def of_engine(trajectory: Trajectory, name: str) -> list[Turn]:
     return [turn for turn in trajectory.turns if turn.engine == name]
 
 
-def assert_chain(trajectory: Trajectory, turns: Sequence[Turn], engine: ScriptedEngine, codec: Codec) -> None:
-    """Each turn goes on from the one before, with the very ids that reached its engine."""
+def assert_chain(trajectory: Trajectory, turns: Sequence[Turn], engine: ScriptedEngine, codec: ModelCodec) -> None:
+    """Each turn continues the previous one, with exactly the ids that reached its engine."""
     sent = {request.id: request for request in engine.requests}
     for before, turn in zip([None, *turns], turns, strict=False):
         assert turn.parent == (before.id if before is not None else None)
@@ -81,25 +95,25 @@ def assert_chain(trajectory: Trajectory, turns: Sequence[Turn], engine: Scripted
 
 async def ask(rig: Rig, session: Opened, dialect: str, **fields: Any) -> Body:
     """A call in a dialect: the message that it is answered with."""
-    spoken = tongue(dialect, open_reasoning=True)
-    told = spoken.tell({"stream": False, "seed": 1, **fields})
-    url = session.root + told.path + (f"?{told.query}" if told.query else "")
-    async with rig.web.post(url, json=told.body, headers=spoken.credentials(session.key)) as response:
+    spoken = make_client(dialect, open_reasoning=True)
+    sent = spoken.encode({"stream": False, "seed": 1, **fields})
+    url = session.root + sent.path + (f"?{sent.query}" if sent.query else "")
+    async with rig.web.post(url, json=sent.body, headers=spoken.credentials(session.key)) as response:
         data = await response.read()
         assert response.status == 200, data
-    (choice,) = spoken.hear(data, stream=False)
+    (choice,) = spoken.decode(data, stream=False)
     message: Body = choice["message"]
     return message
 
 
 def test_names_stand_before_patterns_and_patterns_before_the_next() -> None:
-    made: dict[str, Any] = {name: Lane(None, None, name, f"model-{name}") for name in ("a", "b", "c")}  # type: ignore[arg-type]
-    policy = Lane(None, None, POLICY, "main", trained=True)  # type: ignore[arg-type]
-    lanes = Lanes(policy, made)
+    made: dict[str, Any] = {name: ModelRoute(None, None, name, f"model-{name}") for name in ("a", "b", "c")}  # type: ignore[arg-type]
+    policy = ModelRoute(None, None, POLICY, "main", trained=True)  # type: ignore[arg-type]
+    routes = ModelRoutes(policy, made)
     models = {"claude-*": "a", "*-haiku-*": "b", "claude-haiku-4": "b", "model-b": "a"}
 
     def chosen(model: str, models: Mapping[str, str] = models) -> str:
-        return lanes.of(model, models).name
+        return routes.of(model, models).name
 
     assert chosen("claude-haiku-4") == "b"
     assert chosen("claude-haiku-4-5") == "a"
@@ -111,18 +125,20 @@ def test_names_stand_before_patterns_and_patterns_before_the_next() -> None:
     assert chosen("main", {"*": "a"}) == POLICY
     assert chosen("main", {"main": "a"}) == "a"
     assert chosen("claude", {"*": "a", "claude": POLICY}) == POLICY
-    assert lanes.names(models) == ["main", "model-a", "model-b", "claude-haiku-4"]
-    assert lanes.names({}) == ["main"]
-    assert lanes.unknown(models) is None
-    assert lanes.unknown({"x": "a", "y*": "d"}) == "y*"
+    assert routes.names(models) == ["main", "model-a", "model-b", "claude-haiku-4"]
+    assert routes.names({}) == ["main"]
+    assert routes.unknown(models) is None
+    assert routes.unknown({"x": "a", "y*": "d"}) == "y*"
     with pytest.raises(ConfigError, match="policy"):
-        Lanes(policy, {POLICY: policy})
+        ModelRoutes(policy, {POLICY: policy})
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_side_calls_go_to_the_frozen_engine(start: Start, codec: Codec, small: Codec, dialect: str) -> None:
+async def test_side_calls_go_to_the_frozen_engine(
+    start: Start, codec: ModelCodec, small: ModelCodec, dialect: str
+) -> None:
     """Two conversations, turn about, each exact on its engine; the rows are those of the policy alone."""
-    frozen = lane(small, version=7)
+    frozen = route(small, version=7)
     async with start(agent, others={"small": frozen}) as rig:
         session = await rig.open(settings={"models": MODELS}, instruction="Look around.")
         main: list[Body] = [system("Be brief."), user("Look around.")]
@@ -153,10 +169,12 @@ async def test_side_calls_go_to_the_frozen_engine(start: Start, codec: Codec, sm
         assert trajectory.error is None
 
 
-async def test_frozen_turns_are_in_no_row_whatever_their_role(start: Start, codec: Codec, small: Codec) -> None:
+async def test_frozen_turns_are_in_no_row_whatever_their_role(
+    start: Start, codec: ModelCodec, small: ModelCodec
+) -> None:
     """A sub-agent on the frozen engine, with every role trained, and in every builder."""
     for builder in ("exact", "merged", "per_turn"):
-        async with start(agent, others={"small": lane(small, agent)}) as rig:
+        async with start(agent, others={"small": route(small, agent)}) as rig:
             roles = ["main", "subagent", "compaction", "side"]
             settings = {"models": MODELS, "trained_roles": roles, "builder": builder}
             session = await rig.open(id=f"session-{builder}", settings=settings)
@@ -178,10 +196,10 @@ async def test_frozen_turns_are_in_no_row_whatever_their_role(start: Start, code
 
 
 async def test_a_conversation_that_moves_to_another_model_starts_anew_there(
-    start: Start, codec: Codec, small: Codec
+    start: Start, codec: ModelCodec, small: ModelCodec
 ) -> None:
     """No sampled id crosses over, though the messages, their fingerprints and the minted call ids are the same."""
-    frozen = lane(small, agent)
+    frozen = route(small, agent)
     async with start(agent, others={"small": frozen}) as rig:
         session = await rig.open(settings={"models": MODELS})
         history: list[Body] = [user("Begin.")]
@@ -206,14 +224,14 @@ async def test_a_conversation_that_moves_to_another_model_starts_anew_there(
         assert trace.trained_tokens == len(first.sampled) + len(third.sampled)
 
 
-async def test_frozen_engines_are_sampled_as_the_harness_wishes(start: Start, small: Codec) -> None:
-    frozen = lane(small)
+async def test_frozen_engines_are_sampled_as_the_harness_wishes(start: Start, small: ModelCodec) -> None:
+    frozen = route(small)
     settings = {"models": MODELS, "sampling": {"temperature": 0.9}}
     async with start(agent, others={"small": frozen}) as rig:
         session = await rig.open(settings=settings)
         for model in (MAIN, SIDE):
-            wishes = {"temperature": 0.25, "top_p": 0.5}
-            assert (await rig.post(session, chat(user("Begin."), model=model, **wishes)))[0] == 200
+            requested = {"temperature": 0.25, "top_p": 0.5}
+            assert (await rig.post(session, chat(user("Begin."), model=model, **requested)))[0] == 200
         assert (await rig.post(session, chat(user("Again."), model=SIDE)))[0] == 200
         turns = (await rig.seal(session)).turns
         assert [(turn.temperature, turn.top_p) for turn in turns] == [(0.9, 1.0), (0.25, 0.5), (0.9, 1.0)]
@@ -221,9 +239,9 @@ async def test_frozen_engines_are_sampled_as_the_harness_wishes(start: Start, sm
         assert [request.temperature for request in engine_of(frozen).requests] == [0.25, 0.9]
 
 
-async def test_each_engine_has_its_own_context_and_counts_its_own_tokens(start: Start, small: Codec) -> None:
+async def test_each_engine_has_its_own_context_and_counts_its_own_tokens(start: Start, small: ModelCodec) -> None:
     words = "word " * (CONTEXT - 500)
-    async with start(agent, others={"small": lane(small)}) as rig:
+    async with start(agent, others={"small": route(small)}) as rig:
         session = await rig.open(settings={"models": MODELS})
         assert (await rig.post(session, chat(user(words), model=MAIN)))[0] == 200
         status, refusal = await rig.post(session, chat(user(words), model=SIDE))
@@ -239,9 +257,9 @@ async def test_each_engine_has_its_own_context_and_counts_its_own_tokens(start: 
 
 
 async def test_models_are_listed_and_engines_that_are_not_there_refused(
-    start: Start, codec: Codec, small: Codec, tmp_path: Path
+    start: Start, codec: ModelCodec, small: ModelCodec, tmp_path: Path
 ) -> None:
-    async with start(agent, others={"small": lane(small)}) as rig:
+    async with start(agent, others={"small": route(small)}) as rig:
         session = await rig.open(settings={"models": {**MODELS, "judge": "small"}})
         plain = await rig.open()
         listed = []
@@ -261,17 +279,19 @@ async def test_models_are_listed_and_engines_that_are_not_there_refused(
             return str(answer["error"])
 
         assert await refused({"a": "small", "*": "large"}) == (
-            "settings.models.*: there is no engine 'large'; there are: policy, small"
+            "settings.models.*: unknown engine 'large'; known engines: policy, small"
         )
         assert "settings.models.a: " in await refused({"a": 1})
         assert "settings.models: " in await refused(["small"])
         trajectory = await rig.seal(session)
-        assert trajectory.error == "every model call went to a frozen engine: session.models leaves none to the policy"
+        assert (
+            trajectory.error == "every model call went to a frozen engine; map a model to the policy in session.models"
+        )
         assert trajectory.traces == []
     defaults = Settings.model_validate({"session": {"models": {"a": POLICY}}})
     made = Gateway(ScriptedEngine(codec), codec, defaults.gateway, defaults=defaults.session)
-    assert made.lanes.names(defaults.session.models) == ["towline", "a"]
-    with pytest.raises(ConfigError, match=r"session\.models\.a: there is no engine 'b'"):
+    assert made.routes.names(defaults.session.models) == ["towline", "a"]
+    with pytest.raises(ConfigError, match=r"session\.models\.a: unknown engine 'b'"):
         Gateway(
             ScriptedEngine(codec),
             codec,
@@ -321,7 +341,7 @@ async def test_two_engines_by_configuration_alone(assets: Path, tmp_path: Path) 
         """
     )
     gateway, _ = make_gateway(Settings.load(file), Console(quiet=True))
-    async with serving(gateway, "control") as running, aiohttp.ClientSession() as web:
+    async with serve_gateway(gateway, "control") as running, aiohttp.ClientSession() as web:
         opened = await gateway.create({})
         headers = {"authorization": f"Bearer {opened.key}"}
         async with web.get(running.base_url + "/v1/models", headers=headers) as response:
@@ -334,8 +354,8 @@ async def test_two_engines_by_configuration_alone(assets: Path, tmp_path: Path) 
     assert [(turn.engine, turn.untrained) for turn in trajectory.turns] == [(POLICY, None), ("side", Untrained.FROZEN)]
 
 
-async def test_a_sessions_own_patterns_stand_before_the_defaults(start: Start, small: Codec) -> None:
-    others = {name: lane(small, name=name) for name in ("one", "two")}
+async def test_a_sessions_own_patterns_stand_before_the_defaults(start: Start, small: ModelCodec) -> None:
+    others = {name: route(small, name=name) for name in ("one", "two")}
     defaults = Settings.model_validate({"engines": {"one": {}, "two": {}}, "session": {"models": {"*": "one"}}}).session
     async with start(agent, others=others, session=defaults) as rig:
         session = await rig.open(settings={"models": {"a*": "two"}})
@@ -344,8 +364,8 @@ async def test_a_sessions_own_patterns_stand_before_the_defaults(start: Start, s
         assert [turn.engine for turn in (await rig.trajectory(session)).turns] == ["two", "one", POLICY]
 
 
-async def test_a_pause_is_for_the_policy_alone(start: Start, small: Codec) -> None:
-    frozen = lane(small)
+async def test_a_pause_is_for_the_policy_alone(start: Start, small: ModelCodec) -> None:
+    frozen = route(small)
     async with start(agent, others={"small": frozen}) as rig:
         session = await rig.open(settings={"models": MODELS})
         assert (await rig.call("POST", "/v1/policy/pause"))[0] == 200
@@ -362,8 +382,8 @@ async def test_a_pause_is_for_the_policy_alone(start: Start, small: Codec) -> No
         assert versions == {POLICY: {5}, "small": {0}}
 
 
-async def test_after_a_restart_each_conversation_goes_on_at_its_engine(
-    start: Start, codec: Codec, small: Codec
+async def test_after_a_restart_each_conversation_continues_at_its_engine(
+    start: Start, codec: ModelCodec, small: ModelCodec
 ) -> None:
     main: list[Body] = [user("Begin.")]
     side: list[Body] = [user("Name this.")]
@@ -378,15 +398,18 @@ async def test_after_a_restart_each_conversation_goes_on_at_its_engine(
     def moved(rig: Rig, session: Opened) -> Opened:
         return Opened(session.id, session.key, rig.running.base_url + "/v1", rig.running.base_url)
 
-    async with start(agent, others={"small": lane(small, agent)}) as rig:
+    async with start(agent, others={"small": route(small, agent)}) as rig:
         session = await rig.open(settings={"models": MODELS})
         await step(rig, session)
-    # The engine is gone from the settings: its conversations are kept, and cannot go on; the policy's can.
+    # The engine is gone from the settings: its conversations are kept, and cannot continue; the policy's can.
     async with start(agent) as rig:
         status, refusal = await rig.post(moved(rig, session), chat(*side, model=SIDE))
-        assert (status, refusal["error"]["message"]) == (404, "the engine 'small' of this session is no longer there")
+        assert (status, refusal["error"]["message"]) == (
+            404,
+            "the engine 'small' of this session is not configured any more",
+        )
         assert [turn.engine for turn in (await rig.trajectory(session)).turns] == [POLICY, "small"]
-    frozen = lane(small, agent)
+    frozen = route(small, agent)
     async with start(agent, others={"small": frozen}) as rig:
         await step(rig, moved(rig, session))
         await step(rig, moved(rig, session))

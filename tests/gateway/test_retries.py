@@ -9,12 +9,23 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_rig import Opened, Rig, Start, Wire, assert_one_chain, chat, eventually, message_of, results, user
 
+from support.gateway.gateway_rig import (
+    Opened,
+    Rig,
+    Start,
+    Wire,
+    assert_one_chain,
+    chat,
+    eventually,
+    message_of,
+    results,
+    user,
+)
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say
 from towline.schema import ForkReason, TurnRole
-from towline.tokens.graph import Node
+from towline.tokens.graph.graph import GraphNode
 
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -33,16 +44,16 @@ async def ask(
     return " | ".join(choice["message"]["content"] for choice in body["choices"])
 
 
-def nodes(rig: Rig, session: Opened) -> list[Node]:
+def nodes(rig: Rig, session: Opened) -> list[GraphNode]:
     return rig.gateway.sessions[session.id].graph.nodes
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_left_finds_its_turn_again(start: Start, stream: bool) -> None:
-    """While it is sampled, and after: one sample, delivered to whoever came back for it, trained once."""
+    """While it is sampled, and after: one sample, delivered to the client that retries, trained once."""
     async with start(numbered(0.3), ping_seconds=0.05) as rig:
         session = await rig.open()
-        abandoned = rig.gateway.sessions[session.id].waiting.abandoned
+        abandoned = rig.gateway.sessions[session.id].turns.inflight.abandoned
         wire = await Wire.send(session, chat(user("hi"), stream=stream))
         await eventually(lambda: rig.engine.requests, "the turn is sampled")
         wire.cut()
@@ -82,7 +93,7 @@ async def test_what_the_client_says(start: Start) -> None:
                 assert await ask(rig, session, headers={"idempotency-key": key}) == f"sample {number}"
         assert await ask(rig, session, headers={"idempotency-key": "one", **RETRY}) == "sample 3"
         assert await ask(rig, session, "other words", headers={"idempotency-key": "one", **RETRY}) == "sample 5"
-        # Another wish is another request.
+        # Other sampling is another request.
         assert await ask(rig, session, headers=RETRY, max_tokens=3000) == "sample 6"
         assert await ask(rig, session, headers=RETRY, model="n") == "sample 7"
         assert await ask(rig, session, headers={"idempotency-key": "three", **RETRY}) == "sample 2"
@@ -103,12 +114,12 @@ async def test_several_choices_are_retried_together(start: Start) -> None:
         wire = await Wire.send(session, chat(user("hi"), n=2))
         await eventually(lambda: len(rig.engine.requests) == 8)
         wire.cut()
-        await eventually(lambda: len(rig.gateway.sessions[session.id].waiting.abandoned) == 2)
+        await eventually(lambda: len(rig.gateway.sessions[session.id].turns.inflight.abandoned) == 2)
         assert await ask(rig, session, n=2) == "sample 6 | sample 7"
 
 
 async def test_choices_of_which_a_restart_left_one(start: Start) -> None:
-    """Half an answer is none: all of them are sampled anew."""
+    """Half an answer is none: all choices are sampled again."""
     delays = iter((0, 600, 0, 0))
 
     def say(_: Request) -> Say:
@@ -119,7 +130,7 @@ async def test_choices_of_which_a_restart_left_one(start: Start) -> None:
         session = await rig.open()
         wire = await Wire.send(session, chat(user("hi"), n=2))
         await eventually(lambda: [node.finish is not None for node in nodes(rig, session)] == [True, False])
-        await eventually(lambda: len(rig.gateway.sessions[session.id].work) == 1)
+        await eventually(lambda: len(rig.gateway.sessions[session.id].turns.tasks) == 1)
     wire.cut()
     async with start(say) as rig:
         session.base_url = rig.running.base_url + "/v1"
@@ -137,7 +148,7 @@ async def test_two_who_wait_for_one_turn(start: Start) -> None:
         await eventually(lambda: rig.engine.requests)
         second = await Wire.send(session, chat(user("hi")), **RETRY)
         third = await Wire.send(session, chat(user("hi")), **RETRY)
-        waiting = rig.gateway.sessions[session.id].waiting
+        waiting = rig.gateway.sessions[session.id].turns.inflight
         await eventually(lambda: waiting._clients == {f"{session.id}-0": 3})
         first.cut()
         third.cut()
@@ -166,7 +177,7 @@ async def test_what_was_never_delivered_is_discarded(start: Start) -> None:
         wire = await Wire.send(session, chat(user("hi")))
         await eventually(lambda: rig.engine.requests)
         wire.cut()
-        await eventually(lambda: not rig.engine._flying, "the orphan is cancelled")
+        await eventually(lambda: not rig.engine._active, "the orphan is cancelled")
         rig.engine.script = numbered()
         assert await ask(rig, session, headers=RETRY) == "sample 0"
         assert len(rig.engine.requests) == 2
@@ -185,7 +196,7 @@ async def test_the_sdk_times_out_and_retries(start: Start) -> None:
         assert completion.choices[0].message.content == "sample 0"
         with pytest.raises(openai.APITimeoutError):
             await client.with_options(max_retries=0).chat.completions.create(model="m", messages=[user("b")])  # type: ignore[list-item]
-        # A harness with retries of its own sends it anew, as if for the first time.
+        # A harness with its own retries sends it again, as if for the first time.
         completion = await client.chat.completions.create(model="m", messages=[user("b")])  # type: ignore[list-item]
         assert completion.choices[0].message.content == "sample 1"
         await client.close()
@@ -195,7 +206,7 @@ async def test_the_sdk_times_out_and_retries(start: Start) -> None:
 
 
 async def test_a_twins_lost_turn_is_not_given_to_another(start: Start) -> None:
-    """Two conversations with the same words: the one goes on from its own calls, not with what the other lost."""
+    """Two conversations with the same text: each continues from its own calls, not with what the other lost."""
 
     def same(request: Request) -> Say:
         turn = sum(message.role == "assistant" for message in request.messages)

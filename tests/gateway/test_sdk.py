@@ -11,7 +11,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from gateway_rig import (
+
+from support.gateway.gateway_rig import (
     PATIENCE,
     TOOLS,
     Rig,
@@ -26,13 +27,12 @@ from gateway_rig import (
     system,
     user,
 )
-
 from towline.conversation import Request, ToolCall
 from towline.engines.base import Sample, SampleRequest
 from towline.engines.scripted import Say, ScriptedEngine
 from towline.errors import EngineError
 from towline.schema import ForkReason, TurnRole
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 
 WORDS = [
     "plain",
@@ -100,7 +100,7 @@ def ask_blocking(client: openai.OpenAI, messages: list[Any], stream: bool) -> di
 
 @pytest.mark.parametrize("blocking", [False, True])
 async def test_tool_loops_are_one_exact_chain_of_what_the_client_parsed(
-    start: Start, codec: Codec, blocking: bool
+    start: Start, codec: ModelCodec, blocking: bool
 ) -> None:
     """Several user turns, each with tool loops of parallel calls; streamed or not, results in any order, reasoning sent
     back or dropped."""
@@ -134,7 +134,7 @@ async def test_tool_loops_are_one_exact_chain_of_what_the_client_parsed(
         assert any(reasoning for _, reasoning, _ in received)
 
 
-async def test_everything_a_completion_carries(start: Start, codec: Codec) -> None:
+async def test_everything_a_completion_carries(start: Start, codec: ModelCodec) -> None:
     """Usage, logprobs, finish reasons, several choices, stop sequences, the list of models."""
     long = "one two three four five six"
     async with start(lambda _: Say(long, "I think.")) as rig:
@@ -198,7 +198,7 @@ def counting(seen: list[str]) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(event_hooks={"request": [note]})
 
 
-async def test_errors_are_the_clients_own_classes(start: Start, codec: Codec) -> None:
+async def test_errors_are_the_clients_own_classes(start: Start, codec: ModelCodec) -> None:
     engine = Failing(codec, lambda _: Say("fine"), context=900)
     async with start(engine=engine) as rig:
         session = await rig.open(settings={"limits": {"turns": 3}})
@@ -250,9 +250,9 @@ async def test_errors_are_the_clients_own_classes(start: Start, codec: Codec) ->
     assert trajectory.report.trained_tokens == sum(len(turn.sampled) for turn in delivered)
 
 
-async def test_replies_that_json_can_hardly_hold(start: Start, codec: Codec) -> None:
+async def test_replies_that_json_can_hardly_hold(start: Start, codec: ModelCodec) -> None:
     """What a model samples may be anything: huge integers, broken surrogates, deep nesting, half a call, no UTF-8. It
-    reaches the client, is recorded, survives a restart, and the conversation goes on."""
+    reaches the client, is recorded, survives a restart, and the conversation continues."""
     deep: Any = "x"
     for _ in range(200):
         deep = [deep]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gateway_rig import (
+
+from support.gateway.gateway_rig import (
     Opened,
     Rig,
     Start,
@@ -25,12 +26,11 @@ from gateway_rig import (
     system,
     user,
 )
-
 from towline.conversation import Request, ToolCall
 from towline.engines.base import SampleRequest
 from towline.engines.scripted import Say, ScriptedEngine
 from towline.schema import ForkReason, Trajectory, TurnRole
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 
 
 class Nonced(ScriptedEngine):
@@ -60,7 +60,7 @@ async def converse(rig: Rig, session: Opened, turns: int, *, stream: bool = Fals
     return received
 
 
-async def test_sixty_four_sessions_with_equal_prompts(start: Start, codec: Codec) -> None:
+async def test_sixty_four_sessions_with_equal_prompts(start: Start, codec: ModelCodec) -> None:
     """Each trajectory holds its own turns, ids and versions only, though the policy changes while they run."""
     engine = Nonced(codec)
     async with start(engine=engine) as rig:
@@ -99,7 +99,7 @@ def by_conversation(request: Request) -> Say:
     return Say("", f"{name} thinks {turn}", calls, delay=random.Random(name + str(turn)).random() * 0.01)
 
 
-async def test_sixteen_conversations_of_one_session(start: Start, codec: Codec) -> None:
+async def test_sixteen_conversations_of_one_session(start: Start, codec: ModelCodec) -> None:
     """Sub-agents at the same time, under one system prompt and the same tools: a chain each."""
     async with start(by_conversation) as rig:
         session = await rig.open(instruction="task-0")
@@ -122,7 +122,7 @@ async def test_sixteen_conversations_of_one_session(start: Start, codec: Codec) 
     assert main == {TurnRole.MAIN}
 
 
-async def test_twins_in_one_session_go_on_from_their_own_turn(start: Start, codec: Codec) -> None:
+async def test_twins_in_one_session_go_on_from_their_own_turn(start: Start, codec: ModelCodec) -> None:
     """The same request four times at once, without evidence of a retry, is four samples. Their replies are the same
     words; the ids of their calls tell them apart, so each is continued exactly once."""
 
@@ -147,7 +147,7 @@ async def test_twins_in_one_session_go_on_from_their_own_turn(start: Start, code
             assert asked == parent.reply["tool_calls"][0]["id"]
 
 
-async def test_a_session_keeps_nothing_of_what_is_over(start: Start, codec: Codec) -> None:
+async def test_a_session_keeps_nothing_of_finished_requests(start: Start, codec: ModelCodec) -> None:
     """After many turns there are no tasks, timers or requests left of those that are done, and memory of the last few
     conversations only."""
     async with start(by_conversation) as rig:
@@ -156,21 +156,21 @@ async def test_a_session_keeps_nothing_of_what_is_over(start: Start, codec: Code
         for round in range(3):
             await asyncio.gather(*(converse(rig, session, 2, first=f"task-{round}-{n}") for n in range(12)))
         inside = rig.gateway.sessions[session.id]
-        await eventually(lambda: not inside.work)
-        assert not inside.waiting.abandoned
-        assert not inside.waiting._clients
-        assert not inside.waiting._graces
-        assert len(inside.reader.threads) <= 8
+        await eventually(lambda: not inside.turns.tasks)
+        assert not inside.turns.inflight.abandoned
+        assert not inside.turns.inflight._clients
+        assert not inside.turns.inflight._graces
+        assert len(inside.reader.conversations) <= 8
         idle = len(rig.web.connector._conns) if rig.web.connector else 0  # type: ignore[attr-defined]
         await eventually(lambda: len(asyncio.all_tasks()) <= tasks + idle, "the tasks of answered requests end")
         await rig.seal(session)
         assert rig.gateway.sessions == {}
         assert rig.gateway._by_key == {}
-        assert rig.gateway._sealing == {}
+        assert rig.gateway._work == rig.gateway._ended == {}
 
 
-async def test_a_restart_with_many_sessions(codec: Codec, tmp_path: Path) -> None:
-    """A graceful stop and a new start on the same folder: sessions go on under their keys, sealed ones stay as they are,
+async def test_a_restart_with_many_sessions(codec: ModelCodec, tmp_path: Path) -> None:
+    """A graceful stop and a new start on the same folder: sessions continue under their keys, sealed ones stay as they are,
     and their records leave the journal."""
     engine = Nonced(codec)
     sealed: dict[str, Trajectory] = {}

@@ -9,15 +9,25 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from gateway_rig import Start, Wire, assemble, assert_one_chain, chat, eventually, message_of, results, user
 
+from support.gateway.gateway_rig import (
+    Start,
+    Wire,
+    assemble,
+    assert_one_chain,
+    chat,
+    eventually,
+    message_of,
+    results,
+    user,
+)
 from towline.conversation import Request
 from towline.engines.base import Sample, SampleRequest
 from towline.engines.scripted import Say, ScriptedEngine
 from towline.errors import EngineError
 from towline.gateway.journal import JournalError
 from towline.schema import TurnRole
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 
 STREAM = {"stream": True}
 
@@ -46,7 +56,7 @@ async def test_pings_until_the_turn_is_in_the_journal(start: Start) -> None:
 
 
 class Breaking(ScriptedEngine):
-    """Raises what it is told to, after a while."""
+    """Raises its `error`, after a while."""
 
     error: Exception | None = None
 
@@ -57,8 +67,8 @@ class Breaking(ScriptedEngine):
         raise self.error
 
 
-async def test_an_error_after_the_stream_began(start: Start, codec: Codec) -> None:
-    """It goes out as an event that the client raises; the session goes on."""
+async def test_an_error_after_the_stream_began(start: Start, codec: ModelCodec) -> None:
+    """It is sent as an event that the client raises; the session continues."""
     engine = Breaking(codec, lambda _: Say("fine"))
     async with start(engine=engine, ping_seconds=0.02) as rig:
         session = await rig.open()
@@ -77,7 +87,7 @@ async def test_an_error_after_the_stream_began(start: Start, codec: Codec) -> No
                 assert ("replica 7" in raised.value.message) == (code is not None)
                 with pytest.raises(openai.InternalServerError):
                     await client.chat.completions.create(**ask, **fields)
-        # What nobody foresaw is in the log, for the operator; the client is not told more than that.
+        # An unexpected error is in the log for the operator; the client gets no details.
         assert len(rig.errors) == 4
         assert all("surprise" in error for error in rig.errors)
         rig.errors.clear()
@@ -86,9 +96,9 @@ async def test_an_error_after_the_stream_began(start: Start, codec: Codec) -> No
         engine.error = EngineError("gone")
         for fields in ({}, {"n": 2}):
             wire = await Wire.send(session, chat(user("left"), **STREAM, **fields))
-            await eventually(lambda: rig.gateway.sessions[session.id].work)
+            await eventually(lambda: rig.gateway.sessions[session.id].turns.tasks)
             wire.cut()
-        await eventually(lambda: not rig.gateway.sessions[session.id].work)
+        await eventually(lambda: not rig.gateway.sessions[session.id].turns.tasks)
         engine.error = None
         assert assemble(await stream())["content"] == "fine"
         await client.close()
@@ -122,7 +132,7 @@ async def test_a_turn_that_cannot_be_journaled_is_no_answer(start: Start, monkey
     assert [turn.role is TurnRole.DISCARDED for turn in trajectory.turns] == [False, True, True, False]
 
 
-def heavy(codec: Codec, letters: int) -> Say:
+def heavy(codec: ModelCodec, letters: int) -> Say:
     """A reply of many letters in few tokens."""
     dashes = max(
         (id for text, id in codec.tokenizer.backend.get_vocab().items() if set(text) == {"-"}),
@@ -133,18 +143,18 @@ def heavy(codec: Codec, letters: int) -> Say:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_in_the_middle_of_a_long_answer(start: Start, codec: Codec, stream: bool) -> None:
-    """It did not get the turn, though most of it was sent; who reads to the end did."""
+async def test_a_client_that_disconnects_in_the_middle_of_a_long_answer(
+    start: Start, codec: ModelCodec, stream: bool
+) -> None:
+    """The turn is not delivered, though most of it was sent; a client that reads to the end gets it."""
     say = heavy(codec, 16_000_000)
     async with start(lambda _: say, context=2**24) as rig:
         session = await rig.open(settings={"sampling": {"max_tokens": 2**24}})
         inside = rig.gateway.sessions[session.id]
         wire = await Wire.send(session, chat(user("hi"), stream=stream), buffer=4096)
         await wire.reader.readexactly(3000)
-        await asyncio.sleep(0.1)
-        assert not inside.graph.nodes[0].delivered
         wire.cut()
-        await eventually(lambda: inside.waiting.abandoned, "the gateway notices that nobody reads on")
+        await eventually(lambda: inside.turns.inflight.abandoned, "the gateway notices the disconnect")
         assert not inside.graph.nodes[0].delivered
         async with rig.web.post(
             session.chat, json=chat(user("hi"), stream=stream), headers=session.headers
@@ -158,7 +168,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_long_answer(start: Start,
 
 
 async def test_shutting_down_while_turns_are_in_flight(start: Start) -> None:
-    """Those that end soon are answered; the others get an error of their provider's that tells to try again, and after
+    """Those that end soon are answered; the others get a retryable error in their provider's format, and after
     the restart they can."""
     slow: dict[str, float] = {"quick": 0.3, "slow": 600, "paused": 0}
 
@@ -191,7 +201,7 @@ async def test_shutting_down_while_turns_are_in_flight(start: Start) -> None:
 
 
 async def test_sealing_ends_the_turns_in_flight(start: Start) -> None:
-    """The harness is told; what was finished stays."""
+    """The harness gets an error; finished turns stay."""
     async with start(
         lambda request: Say("done", delay=600 if len(request.messages) > 1 else 0), ping_seconds=0.05
     ) as rig:
@@ -207,6 +217,6 @@ async def test_sealing_ends_the_turns_in_flight(start: Start) -> None:
         for wire in wires:
             wire.cut()
         assert (await rig.post(session, chat(user("hi"))))[0] == 401
-        assert not rig.engine._flying
+        assert not rig.engine._active
     assert [len(turn.sampled) > 0 for turn in sealed.turns] == [True, False, False]
     assert sealed.report.trained_tokens == len(sealed.turns[0].sampled)

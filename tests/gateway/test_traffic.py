@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import (
+
+from support.gateway.gateway_rig import (
     BASH,
     EDIT,
     TOOLS,
@@ -31,13 +32,12 @@ from gateway_rig import (
     system,
     user,
 )
-
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say, ScriptedEngine
-from towline.gateway.lanes import Lane
+from towline.gateway.model_routes import ModelRoute
 from towline.schema import Trajectory
-from towline.tokens.codec import Codec
-from towline.tokens.roles import last_answer
+from towline.tokens.codec import ModelCodec
+from towline.tokens.graph.roles import last_answer
 
 TASK = "Fix the failing test in the parser."
 RECORDED = Path(__file__).parents[1] / "tokens" / "recorded"
@@ -194,6 +194,14 @@ async def task_edited(play: Play) -> None:
     await play.ask(history, "Fixed.")
 
 
+@pattern("mmm", "- -<0:history_edited 1", [[0], [1, 2]], "Fixed.")
+async def user_messages_merged(play: Play) -> None:
+    reply = await play.ask([SYSTEM, user(TASK), user("Be quick.")], "I will look at the parser.")
+    history = [SYSTEM, user(f"{TASK}\n\nBe quick."), reply, user("Go on.")]
+    history += answered(await play.ask(history, calls("ls")), "a.py")
+    await play.ask(history, "Fixed.")
+
+
 @pattern("mm", "- -<0:history_edited", [[0], [1]], "I start with the docs.")
 async def interrupted_after_the_first_reply(play: Play) -> None:
     history = [SYSTEM, user(TASK)]
@@ -237,6 +245,16 @@ async def transfer_that_quotes(play: Play) -> None:
 async def hand_off_without_its_history(play: Play) -> None:
     await play.ask([SYSTEM, user(TASK)], calls("tutor", name="transfer", key="to"))
     await play.ask([OTHER, user(TASK)], "It is 42.", tools=[EDIT])
+
+
+@pattern("mmm", "- 0 -~1:system_changed", [[0, 1], [2]], "It is 42.")
+async def hand_off_with_its_history_in_one_message(play: Play) -> None:
+    """OpenAI Agents with `nest_handoff_history`: the history is text in the assistant's name."""
+    history = [user(TASK)]
+    history += answered(await play.ask([SYSTEM, *history], calls("ls")), "a.py")
+    await play.ask([SYSTEM, *history], calls("tutor", name="transfer", key="to"))
+    text = f"For context, here is the conversation so far:\n1. user: {TASK}\n2. bash ls: a.py\n3. transfer to tutor"
+    await play.ask([OTHER, {"role": "assistant", "content": text}], "It is 42.", tools=[EDIT])
 
 
 @pattern("mm", "- -<0:system_changed", [[0], [1]], "Built as planned.")
@@ -346,6 +364,39 @@ async def compaction_as_claude_code_does_it(play: Play) -> None:
     history = [SYSTEM, user(f"This session continues another: {summary['content']}")]
     history += answered(await play.ask(history, calls("pwd")), "/src")
     await play.ask(history, "Fixed.")
+
+
+@pattern("mmccc", "- 0 -~1:side -~2:compaction 3", [[0, 1], [2], [3, 4]], "Fixed.")
+async def compaction_by_a_call_that_quotes_the_history(play: Play) -> None:
+    """The summary is written under another prompt, from the history as text."""
+    history = [SYSTEM, user(TASK)]
+    history += answered(await play.ask(history, calls("ls")), "a.py")
+    history += answered(await play.ask(history, calls("cat a.py")), "x = 1")
+    summary = await play.ask([TITLE, user("Summarise: ls, cat a.py")], "The parser is broken, line 3.", tools=[])
+    history = [SYSTEM, user(f"So far: {summary['content']}")]
+    history += answered(await play.ask(history, calls("pwd")), "/src")
+    await play.ask(history, "Fixed.")
+
+
+@pattern(
+    "maaaaam",
+    "- -~0:system_changed 1 -~2:side -~3:compaction 4 0",
+    [[0, 6], [1, 2], [3], [4, 5]],
+    "Fixed.",
+    notes=("main trains",),
+)
+async def compacted_sub_agent(play: Play) -> None:
+    """The sub-agent stays one, and so does the call for its summary."""
+    history = [SYSTEM, user(TASK)]
+    made = await play.ask(history, calls(SEARCH, name="task", key="prompt"))
+    thread = [OTHER, user(SEARCH)]
+    for command in ("ls", "cat a.py"):
+        thread += answered(await play.ask(thread, calls(command), tools=[BASH]), f"ran {command}")
+    summary = await play.ask([TITLE, user("Summarise: ls, cat a.py")], "The parser is in a.py.", tools=[])
+    thread = [OTHER, user(f"So far: {summary['content']}")]
+    thread += answered(await play.ask(thread, calls("pwd"), tools=[BASH]), "/src")
+    await play.ask(thread, "It is in a.py.", tools=[BASH])
+    await play.ask(history + answered(made, "It is in a.py."), "Fixed.")
 
 
 @pattern("mmc", "- 0 -~1:compaction", [[0, 1], [2]], "I will look.")
@@ -626,14 +677,14 @@ def check(made: Trajectory, expected: Expected) -> None:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-async def test_pattern(name: str, start: Start, codec: Codec) -> None:
+async def test_pattern(name: str, start: Start, codec: ModelCodec) -> None:
     play, expected = PATTERNS[name]
     replies: dict[str, deque[Say]] = {}
 
     def script(request: Request) -> Say:
         return replies[request.messages[-1].text].popleft()
 
-    small = Lane(ScriptedEngine(codec, script), codec, "small")
+    small = ModelRoute(ScriptedEngine(codec, script), codec, "small")
     async with start(script, others={"small": small}) as rig:
         session = await rig.open(instruction=TASK, settings=expected.settings)
         await play(Play(rig, session, replies))
@@ -718,7 +769,7 @@ async def test_rows_of_a_harness_that_appends_to_every_reply(start: Start) -> No
     assert report.trained_tokens == sum(len(turn.sampled) - turn.unended for turn in made.turns)
 
 
-async def test_rows_after_a_restart(codec: Codec, tmp_path: Path) -> None:
+async def test_rows_after_a_restart(codec: ModelCodec, tmp_path: Path) -> None:
     """What the journal holds of such turns is enough to continue them, and to build the same row."""
 
     def script(request: Request) -> Say:

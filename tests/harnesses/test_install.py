@@ -17,17 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bare_root import CPLUSPLUS, make_bare_root
 
+from support.sandboxes.bare_root import CPLUSPLUS, make_bare_root
 from towline.harnesses.base import Harness, Launch, Npm, PyPI
-from towline.harnesses.commands import InstallError
-from towline.harnesses.install import Installs, cache_folder, check_libc, inside, mount
-from towline.harnesses.interpreters import find_python
-from towline.sandboxes.base import Spec, execute
-from towline.sandboxes.bubblewrap import BubblewrapRuntime
+from towline.harnesses.install import Installs, cache_folder, check_libc, install_mount, sandbox_path
+from towline.harnesses.toolchain import InstallError, find_python
+from towline.sandboxes.base import SandboxSpec, execute
+from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
 
 CACHE = cache_folder()
-"""Found while tests are collected, before the user's cache folder is out of sight."""
+"""Found at collection, before the user's cache folder is hidden."""
 
 
 @pytest.fixture
@@ -93,17 +92,19 @@ async def test_installs_run_where_there_is_no_node_and_no_python(tmp_path: Path,
     assert compiled.is_file(), "byte-compiled once, for mounts that nobody can write to"
 
     root = make_bare_root(tmp_path / "root", places["greeter"] / "bin" / "node")
-    spec = Spec(root=str(root), mounts=tuple(mount(harness, places[harness.name]) for harness in all_three))
+    spec = SandboxSpec(
+        root=str(root), mounts=tuple(install_mount(harness, places[harness.name]) for harness in all_three)
+    )
     runtime = BubblewrapRuntime(tmp_path / "sandboxes")
     await runtime.open()
     try:
         sandbox = await runtime.create(spec)
         for name in ("node", "python3", "python"):
             assert (await execute(sandbox, ["sh", "-c", f"command -v {name}"])).code != 0, f"the root has {name}"
-        assert (await check_libc(sandbox, greeter, inside(greeter))).startswith("v24.")
-        assert (await check_libc(sandbox, pygreeter, inside(pygreeter))).startswith("Python 3.12.")
+        assert (await check_libc(sandbox, greeter, sandbox_path(greeter))).startswith("v24.")
+        assert (await check_libc(sandbox, pygreeter, sandbox_path(pygreeter))).startswith("Python 3.12.")
         for harness, ran in ((greeter, "false"), (scripted, "true")):
-            at = inside(harness)
+            at = sandbox_path(harness)
             done = await execute(sandbox, [f"{at}/bin/node", f"{at}/node_modules/greeter/greet.js"])
             assert done.text == f"hello 1.2.3 {at}/bin/node {ran}\n"
         done = await execute(sandbox, ["/opt/towline/pygreeter/bin/greet"])
@@ -114,29 +115,29 @@ async def test_installs_run_where_there_is_no_node_and_no_python(tmp_path: Path,
         )
         assert "LD_LIBRARY_PATH" not in done.text
         assert "PYTHON" not in done.text
-        done = await execute(sandbox, ["sh", "-c", f"echo x > {inside(greeter)}/new"])
+        done = await execute(sandbox, ["sh", "-c", f"echo x > {sandbox_path(greeter)}/new"])
         assert done.code != 0
     finally:
         await runtime.close()
     assert not (places["greeter"] / "new").exists()
 
 
-async def test_a_root_that_cannot_run_an_install_is_told_in_one_line(tmp_path: Path, installs: Installs) -> None:
+async def test_a_root_that_cannot_run_an_install_is_reported_in_one_line(tmp_path: Path, installs: Installs) -> None:
     greeter = npm_harness(tmp_path / "npm")
     place = await installs.ensure(greeter)
     root = make_bare_root(tmp_path / "root", place / "bin" / "node", without=CPLUSPLUS)
     runtime = BubblewrapRuntime(tmp_path / "sandboxes")
     await runtime.open()
     try:
-        sandbox = await runtime.create(Spec(root=str(root), mounts=(mount(greeter, place),)))
+        sandbox = await runtime.create(SandboxSpec(root=str(root), mounts=(install_mount(greeter, place),)))
         with pytest.raises(InstallError, match=r"greeter cannot run in this root: .*no libstdc\+\+\.so\.6") as caught:
-            await check_libc(sandbox, greeter, inside(greeter))
+            await check_libc(sandbox, greeter, sandbox_path(greeter))
         assert "\n" not in str(caught.value)
         (root / "lib").mkdir(exist_ok=True)
         (root / "lib" / "ld-musl-x86_64.so.1").write_text("")
-        sandbox = await runtime.create(Spec(root=str(root), mounts=(mount(greeter, place),)))
+        sandbox = await runtime.create(SandboxSpec(root=str(root), mounts=(install_mount(greeter, place),)))
         with pytest.raises(InstallError, match="musl instead of glibc"):
-            await check_libc(sandbox, greeter, inside(greeter))
+            await check_libc(sandbox, greeter, sandbox_path(greeter))
     finally:
         await runtime.close()
 
@@ -152,7 +153,7 @@ async def test_many_at_once_make_one_install(tmp_path: Path, installs: Installs)
         f"harness = t.replace(harness, install=t.Npm(('greeter@file:{tmp_path}/npm/greeter-1.2.3.tgz',)))\n"
         "print(asyncio.run(made.ensure(harness, lambda line: print('said', line))))\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     other = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -167,7 +168,7 @@ async def test_many_at_once_make_one_install(tmp_path: Path, installs: Installs)
 
 async def test_what_an_interrupted_install_left_is_cleared_away(tmp_path: Path, installs: Installs) -> None:
     greeter = npm_harness(tmp_path / "npm")
-    place = installs.place(greeter)
+    place = installs.path(greeter)
     left = installs.folder / f".partial-{place.name}"
     (left / "node_modules").mkdir(parents=True)
     (left / "node_modules" / "half").write_text("")
@@ -191,7 +192,7 @@ async def test_failures_name_what_is_wrong_and_leave_nothing(
 ) -> None:
     greeter = npm_harness(tmp_path / "npm")
     missing = replace(greeter, install=Npm((f"greeter@file:{tmp_path}/nothing.tgz",)))
-    monkeypatch.setattr("towline.harnesses.commands.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("towline.harnesses.toolchain.time.sleep", lambda seconds: None)
     with pytest.raises(InstallError, match="npm failed with exit status"):
         await installs.ensure(missing)
     with pytest.raises(InstallError, match=r"Python 2\.9 was not found"):
@@ -201,7 +202,7 @@ async def test_failures_name_what_is_wrong_and_leave_nothing(
     with pytest.raises(InstallError, match="needs no install"):
         await installs.ensure(Harness("plain", "", greeter.launch))
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("towline.harnesses.commands.util.find_spec", lambda name: None)
+    monkeypatch.setattr("towline.harnesses.toolchain.util.find_spec", lambda name: None)
     with pytest.raises(InstallError, match="npm was not found"):
         await installs.ensure(greeter)
     assert [
@@ -216,7 +217,7 @@ async def test_a_network_that_fails_is_tried_again_a_few_times(
     real, shim, count = shutil.which("npm"), tmp_path / "bin" / "npm", tmp_path / "count"
     shim.parent.mkdir()
     monkeypatch.setenv("PATH", f"{shim.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("towline.harnesses.commands.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("towline.harnesses.toolchain.time.sleep", lambda seconds: None)
 
     def failing(times: int, reason: str) -> None:
         count.write_text("")
@@ -233,7 +234,7 @@ async def test_a_network_that_fails_is_tried_again_a_few_times(
         await installs.ensure(greeter)
     assert count.read_text() == "x", "a package that is not there will not be there a second later"
     failing(2, "ECONNRESET")
-    assert await installs.ensure(greeter) == installs.place(greeter)
+    assert await installs.ensure(greeter) == installs.path(greeter)
 
 
 def test_an_interpreter_is_found_by_its_version() -> None:

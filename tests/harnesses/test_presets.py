@@ -14,7 +14,7 @@ import pytest
 
 from towline.config import SessionSettings
 from towline.errors import ConfigError
-from towline.harnesses.base import DIALECTS, Harness, Npm, Place, PyPI
+from towline.harnesses.base import DIALECTS, Harness, LaunchContext, Npm, PyPI
 from towline.harnesses.registry import all_harnesses, find_harness
 
 KEY = "tl-a-key-that-is-secret"
@@ -23,7 +23,7 @@ PRESETS = [harness for name, harness in all_harnesses().items() if name not in (
 """Those of real programs."""
 
 
-def place(harness: Harness, **changes: Any) -> Place:
+def place(harness: Harness, **changes: Any) -> LaunchContext:
     given: dict[str, Any] = {
         "base_url": "http://127.0.0.1:8500",
         "key": KEY,
@@ -31,7 +31,7 @@ def place(harness: Harness, **changes: Any) -> Place:
         "instruction": INSTRUCTION,
         "install": f"/opt/towline/{harness.name}",
     }
-    return harness.place(Place(**given | changes))
+    return harness.resolve(LaunchContext(**given | changes))
 
 
 def test_the_presets_are_all_there() -> None:
@@ -43,11 +43,11 @@ def test_the_presets_are_all_there() -> None:
         find_harness("cladue")
 
 
-def test_a_harness_of_ones_own_is_named_by_its_module() -> None:
+def test_a_custom_harness_is_named_by_its_module() -> None:
     assert find_harness("towline.harnesses.pi:HARNESS") is find_harness("pi")
     with pytest.raises(ConfigError, match="cannot be imported"):
         find_harness("no.such.module:HARNESS")
-    with pytest.raises(ConfigError, match="is no Harness"):
+    with pytest.raises(ConfigError, match="is not a Harness"):
         find_harness("towline.harnesses.pi:VERSION")
 
 

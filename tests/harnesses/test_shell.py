@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from towline.errors import ConfigError
-from towline.harnesses.base import Launch, Place, PyPI
+from towline.harnesses.base import Launch, LaunchContext, PyPI
 from towline.harnesses.shell import HARNESS, INSTRUCTION_FILE, PROGRAM
 
 HOSTILE = "$(touch /tmp/harm) `id` \"q\" 'q' \\ ; exit 3 #\n{key} ${HOME} * ~ %s\\n é日"
@@ -29,9 +29,9 @@ ONE_ARGUMENT = (
 )
 
 
-def place(options: Mapping[str, Any], instruction: str = "Do it.", **fields: Any) -> Place:
+def place(options: Mapping[str, Any], instruction: str = "Do it.", **fields: Any) -> LaunchContext:
     known = {"base_url": "http://127.0.0.1:8500", "key": "secret-key", "model": "m/1", "install": ""}
-    return HARNESS.place(Place(**known | {"instruction": instruction, "options": options, **fields}))
+    return HARNESS.resolve(LaunchContext(**known | {"instruction": instruction, "options": options, **fields}))
 
 
 def launched(options: Mapping[str, Any], instruction: str = "Do it.", **fields: Any) -> Launch:
@@ -136,12 +136,12 @@ def test_folder_and_packages(tmp_path: Path) -> None:
         ({}, "needs the option command"),
         ({"command": []}, "needs the option command"),
         ({"command": ["a", 1]}, "needs the option command"),
-        ({"command": "x", "env": {"A": 1}}, "env is a table of strings"),
-        ({"command": "x", "files": ["a"]}, "files is a table of strings"),
-        ({"command": "x", "folder": "/nowhere/at/all"}, "there is no folder /nowhere/at/all"),
-        ({"command": "x", "packages": ["openai"]}, "packages are exact"),
-        ({"command": "x", "packages": ["openai==1; import os"]}, "packages are exact"),
-        ({"command": "x", "packages": ["--index-url=http://x"]}, "packages are exact"),
+        ({"command": "x", "env": {"A": 1}}, "env must be a table of strings"),
+        ({"command": "x", "files": ["a"]}, "files must be a table of strings"),
+        ({"command": "x", "folder": "/nowhere/at/all"}, "the folder /nowhere/at/all does not exist"),
+        ({"command": "x", "packages": ["openai"]}, "packages must be exact"),
+        ({"command": "x", "packages": ["openai==1; import os"]}, "packages must be exact"),
+        ({"command": "x", "packages": ["--index-url=http://x"]}, "packages must be exact"),
         ({"command": "x", "packges": []}, "has no option 'packges'; it has: command"),
     ],
 )

@@ -11,15 +11,15 @@ import pytest
 
 from towline.config import NodeSettings
 from towline.errors import EngineError
-from towline.node.breakers import Backoff, Breaker, Breakers
-from towline.node.probing import probe_sandbox
-from towline.node.runtimes import Runtimes
-from towline.sandboxes.apptainer import ApptainerRuntime
+from towline.node.breakers import CircuitBreaker, CircuitBreakers, ProbeBackoff
+from towline.node.components import probe_sandbox
+from towline.node.environment import SandboxRuntimes
+from towline.sandboxes.apptainer.runtime import ApptainerRuntime
 from towline.sandboxes.base import NeedsRoot, SandboxError
-from towline.sandboxes.docker import DockerRuntime
+from towline.sandboxes.docker.runtime import DockerRuntime
 from towline.schema import BreakerStatus, SandboxKind
 
-QUICK = Backoff(first=0.01, longest=0.02, probe=5.0)
+QUICK = ProbeBackoff(first=0.01, longest=0.02, probe=5.0)
 
 
 class Component:
@@ -38,8 +38,8 @@ class Component:
             raise EngineError("connection refused")
 
 
-def made(component: Component, failures: int = 3) -> tuple[Breakers, Breaker, list[BreakerStatus]]:
-    breakers = Breakers(QUICK)
+def made(component: Component, failures: int = 3) -> tuple[CircuitBreakers, CircuitBreaker, list[BreakerStatus]]:
+    breakers = CircuitBreakers(QUICK)
     told: list[BreakerStatus] = []
     breakers.on_breaker = told.append
     return breakers, breakers.add("engine:policy", component.probe, failures), told
@@ -66,13 +66,11 @@ async def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -
     await breakers.close()
 
 
-async def test_it_closes_when_a_probe_succeeds_and_tells_what_the_component_last_answered() -> None:
+async def test_it_closes_when_a_probe_succeeds_and_reports_the_last_answer() -> None:
     component = Component()
-    breakers, breaker, _ = made(component)
-    change = asyncio.ensure_future(breakers.changed())
-    await asyncio.sleep(0)
+    breakers, breaker, told = made(component)
     breaker.failed("reset by peer", unreachable=True)
-    assert (await change).open
+    assert [status.open for status in told] == [True]
     await asyncio.wait_for(component.third.wait(), 20)
     assert breaker.open
     assert breakers.statuses[0].reason == "connection refused"
@@ -89,7 +87,6 @@ async def test_an_outage_begins_with_its_first_failure_and_needs_a_failed_probe(
     at = time.monotonic()
     assert not await breaker.outage_at(at), "the probe succeeds: a blip, and no outage"
     before = time.monotonic()
-    await asyncio.sleep(0.01)
     component.back = False
     for _ in range(2):
         breaker.failed("500")
@@ -100,8 +97,36 @@ async def test_an_outage_begins_with_its_first_failure_and_needs_a_failed_probe(
     component.back = True
     await asyncio.wait_for(breaker.wait(), 20)
     assert await breaker.outage_at(early)
+    assert not await breaker.outage_at(time.monotonic() + 1)
+    await breakers.close()
+
+
+async def test_a_failure_too_few_to_open_it_is_part_of_an_outage_that_a_probe_confirms() -> None:
+    component = Component()
+    breakers, breaker, told = made(component)
+    breaker.failed("connection refused")
+    at = time.monotonic()
+    assert not breaker.open
+    assert await breaker.outage_at(at)
+    assert breaker.open
+    component.back = True
+    await asyncio.wait_for(breaker.wait(), 20)
+    assert await breaker.outage_at(at)
+    await breakers.close()
+
+
+async def test_work_from_before_a_failure_does_not_end_the_failures() -> None:
+    breakers, breaker, _ = made(Component())
+    began = time.monotonic()
     await asyncio.sleep(0.01)
-    assert not await breaker.outage_at(time.monotonic())
+    breaker.failed("connection refused")
+    at = time.monotonic()
+    breaker.succeeded(began)
+    assert await breaker.outage_at(at)
+    breaker.succeeded(began)
+    assert breaker.open, "nor does it close the breaker"
+    breaker.succeeded(time.monotonic())
+    assert not breaker.open
     await breakers.close()
 
 
@@ -133,6 +158,6 @@ async def test_a_runtime_that_needs_a_root_is_asked_whether_it_answers() -> None
     settings = NodeSettings(sandbox=SandboxKind.DOCKER)
     assert isinstance(DockerRuntime(Path("unused")), NeedsRoot)
     assert isinstance(ApptainerRuntime(Path("unused")), NeedsRoot)
-    await probe_sandbox(cast(Runtimes, Pinged()), SandboxKind.DOCKER, settings)
+    await probe_sandbox(cast(SandboxRuntimes, Pinged()), SandboxKind.DOCKER, settings)
     with pytest.raises(SandboxError, match="no daemon"):
-        await probe_sandbox(cast(Runtimes, Pinged("no daemon")), SandboxKind.DOCKER, settings)
+        await probe_sandbox(cast(SandboxRuntimes, Pinged("no daemon")), SandboxKind.DOCKER, settings)

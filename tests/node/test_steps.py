@@ -1,4 +1,4 @@
-"""Tasks of several steps: each is given, done and judged before the next one begins, in one sandbox and one session."""
+"""Tasks of several steps: each is given, done and scored before the next one begins, in one sandbox and one session."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node_rig import PROGRAM, NodeRig, running_node
 
+from support.node.node_rig import PROGRAM, NodeRig, running_node
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say
-from towline.node.pipeline import Finished
+from towline.node.finished import FinishedSession
+from towline.runs.run import run_group
 from towline.schema import EndReason, RewardStatus, SessionState, Task, TurnRole
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
 
-PROGRAMS = Path(__file__).parents[1] / "e2e" / "programs"
+PROGRAMS = Path(__file__).parents[1] / "support" / "harnesses" / "programs"
 AGENTS: dict[str, dict[str, Any]] = {
-    "goes on": {
+    "resumes": {
         "command": "python3 {program}/stdlib.py {instruction}",
         "folder": str(PROGRAMS),
         "resumes": True,
     },
-    "begins anew": {"command": "python3 {program}/agent.py work", "folder": str(PROGRAM)},
+    "starts again": {"command": "python3 {program}/agent.py work", "folder": str(PROGRAM)},
 }
 LOOK = "ls -d /tests /logs/verifier/* later.txt 2>&1 | grep -v 'cannot access'; cat one.txt"
 """What an agent sees that it must not, or that an earlier step left."""
 
 
 @pytest.fixture(scope="module")
-def codec(assets: Path) -> Codec:
+def codec(assets: Path) -> ModelCodec:
     return load_codec(assets / "tokenizers" / "qwen3")
 
 
@@ -76,15 +77,15 @@ def a_task(tmp_path: Path, agent: str, first: str, *, mode: str = "separate", **
     )
 
 
-async def done(rig: NodeRig, task: Task) -> Finished:
-    (finished,) = await rig.node.run_group(task)
+async def done(rig: NodeRig, task: Task) -> FinishedSession:
+    (finished,) = await run_group(rig.node, task)
     assert rig.gateway.sessions == {}
     return finished
 
 
 @pytest.mark.parametrize("mode", ["separate", "shared"])
 @pytest.mark.parametrize("agent", AGENTS)
-async def test_steps_come_one_after_the_other(codec: Codec, tmp_path: Path, agent: str, mode: str) -> None:
+async def test_steps_come_one_after_the_other(codec: ModelCodec, tmp_path: Path, agent: str, mode: str) -> None:
     task = a_task(tmp_path / "tests", agent, "printf 1 > one.txt", mode=mode)
     async with running_node(codec, tmp_path / "out", obeys) as rig:
         finished = await done(rig, task)
@@ -102,7 +103,7 @@ async def test_steps_come_one_after_the_other(codec: Codec, tmp_path: Path, agen
         "1comes with the second step",
         "ready",
     ]
-    if agent == "goes on":
+    if agent == "resumes":
         assert trajectory.report.chains == 1
         assert {turn.role for turn in trajectory.turns} == {TurnRole.MAIN}
     else:
@@ -113,8 +114,8 @@ async def test_steps_come_one_after_the_other(codec: Codec, tmp_path: Path, agen
     assert log.count("It is done.") == 2
 
 
-async def test_a_step_below_its_minimum_is_the_last(codec: Codec, tmp_path: Path) -> None:
-    task = a_task(tmp_path / "tests", "goes on", "printf 0.5 > one.txt", strategy="final")
+async def test_a_step_below_its_minimum_is_the_last(codec: ModelCodec, tmp_path: Path) -> None:
+    task = a_task(tmp_path / "tests", "resumes", "printf 0.5 > one.txt", strategy="final")
     async with running_node(codec, tmp_path / "out", obeys) as rig:
         finished = await done(rig, task)
     assert finished.session.state is SessionState.DONE
@@ -125,8 +126,8 @@ async def test_a_step_below_its_minimum_is_the_last(codec: Codec, tmp_path: Path
     assert len(finished.trajectory.turns) == 2
 
 
-async def test_a_step_that_cannot_be_judged_is_no_score_and_the_last(codec: Codec, tmp_path: Path) -> None:
-    task = a_task(tmp_path / "tests", "goes on", "printf nonsense > one.txt")
+async def test_a_step_that_cannot_be_scored_is_the_last(codec: ModelCodec, tmp_path: Path) -> None:
+    task = a_task(tmp_path / "tests", "resumes", "printf nonsense > one.txt")
     async with running_node(codec, tmp_path / "out", obeys) as rig:
         finished = await done(rig, task)
     # These tests give no score for the untouched environment either.
@@ -137,13 +138,13 @@ async def test_a_step_that_cannot_be_judged_is_no_score_and_the_last(codec: Code
     assert len(finished.trajectory.turns) == 2
 
 
-async def test_a_step_out_of_time_is_judged_and_followed(codec: Codec, tmp_path: Path) -> None:
-    task = a_task(tmp_path / "tests", "begins anew", "printf 1 > one.txt; sleep 300")
+async def test_a_step_that_times_out_is_scored_and_followed(codec: ModelCodec, tmp_path: Path) -> None:
+    task = a_task(tmp_path / "tests", "starts again", "printf 1 > one.txt; sleep 300")
     hurried = task.steps[0].model_copy(update={"seconds": 4.0})
     task = Task.model_validate(task.__dict__ | {"steps": [hurried, task.steps[1]]})
     async with running_node(codec, tmp_path / "out", obeys) as rig:
         finished = await done(rig, task)
     assert finished.trajectory.end_reason is EndReason.EXITED
-    assert finished.trajectory.metadata["notes"] == ["step one ran out of time"]
+    assert finished.trajectory.metadata["notes"] == ["step one timed out"]
     assert finished.trajectory.reward is not None
     assert finished.trajectory.reward.components == {"step.one": 1, "step.two": 0.5}

@@ -1,8 +1,8 @@
-"""Apptainer for real, in a Debian sid root file system: a suite that is run by hand, since no stable Debian has it.
+"""The real Apptainer, in a Debian sid root file system: a suite that is run manually, since no stable Debian has it.
 
-    python tests/sandboxes/apptainer_by_hand.py FOLDER
+    PYTHONPATH=tests python tests/sandboxes/apptainer_by_hand.py FOLDER
 
-makes the root in FOLDER by mmdebstrap, if it is not there, and runs the tests below in it as an ordinary user. It needs
+makes the root in FOLDER with mmdebstrap, if it does not exist, and runs the tests below in it as an ordinary user. It needs
 root, mmdebstrap, bubblewrap (which only changes the root here, and isolates nothing), busybox-static and a mirror.
 """
 
@@ -17,19 +17,19 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import contract
 import pytest
-from roots_rig import busybox_root, tar_of
 
-from towline.sandboxes import archives
-from towline.sandboxes.apptainer import ApptainerRuntime
-from towline.sandboxes.base import Change, ChangeKind, SandboxError, Spec, Unsupported
-from towline.sandboxes.dockerfile import build
-from towline.sandboxes.roots import RootCache
+from support.sandboxes import contract
+from support.sandboxes.roots_rig import busybox_root, tar_of
+from towline.sandboxes.apptainer.runtime import ApptainerRuntime
+from towline.sandboxes.base import ChangeKind, PathChange, SandboxError, SandboxSpec, Unsupported
+from towline.sandboxes.files import archives
+from towline.sandboxes.images.build import build
+from towline.sandboxes.images.root_cache import RootCache
 from towline.schema import Network, Resources
 
 LIMITED = Resources()
-"""No limit of its own: what cannot be enforced would be refused."""
+"""No limits: those that cannot be enforced would be refused."""
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +50,22 @@ async def runtime(tmp_path: Path) -> AsyncIterator[ApptainerRuntime]:
 
 
 @pytest.fixture
-def spec(root: str) -> Spec:
-    return Spec(root=root, resources=LIMITED)
+def spec(root: str) -> SandboxSpec:
+    return SandboxSpec(root=root, resources=LIMITED)
 
 
 CHECKS = [*contract.CHECKS, *contract.ISOLATION, contract.LIMITS["seconds"]]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_contract(check: contract.Check, runtime: ApptainerRuntime, spec: Spec, tmp_path: Path) -> None:
+async def test_contract(check: contract.Check, runtime: ApptainerRuntime, spec: SandboxSpec, tmp_path: Path) -> None:
     await check(runtime, spec, tmp_path)
 
 
 @pytest.mark.parametrize("limit", ["memory_mb", "pids"])
-async def test_a_limit_holds_or_is_refused(limit: str, runtime: ApptainerRuntime, spec: Spec, tmp_path: Path) -> None:
+async def test_a_limit_is_enforced_or_refused(
+    limit: str, runtime: ApptainerRuntime, spec: SandboxSpec, tmp_path: Path
+) -> None:
     print(runtime.facts)
     if limit in runtime.facts.enforced:
         await contract.LIMITS[limit](runtime, spec, tmp_path)
@@ -73,7 +75,9 @@ async def test_a_limit_holds_or_is_refused(limit: str, runtime: ApptainerRuntime
         assert any(limit in note for note in runtime.facts.notes)
 
 
-async def test_layers_environment_and_what_is_refused(runtime: ApptainerRuntime, spec: Spec, tmp_path: Path) -> None:
+async def test_layers_environment_and_refused_specs(
+    runtime: ApptainerRuntime, spec: SandboxSpec, tmp_path: Path
+) -> None:
     layer = tmp_path / "layer"
     (layer / "etc").mkdir(parents=True)
     (layer / "etc/added").write_text("by the layer\n")
@@ -83,18 +87,18 @@ async def test_layers_environment_and_what_is_refused(runtime: ApptainerRuntime,
         seen = await contract.sh(sandbox, 'cat /etc/added; printf "%s|%s\\n" "$HOME" "$ODD"', env={"ODD": odd})
         assert seen == f"by the layer\n/home/agent|{odd}\n"
         assert await contract.sh(sandbox, "test ! -e /etc/old && id -u && rm /etc/added") == "0\n"
-        assert Change("/etc/added", ChangeKind.DELETED) in await sandbox.diff()
+        assert PathChange("/etc/added", ChangeKind.DELETED) in await sandbox.diff()
         await contract.sh(sandbox, "ln -s /etc /work/link")
         await sandbox.put(archives.pack({"through": b"x"}), "/work/link/deeper")
         assert await contract.sh(sandbox, "cat /etc/deeper/through") == "x"
         assert not os.path.lexists("/etc/deeper")  # noqa: ASYNC240
-    for wish in (
+    for refused in (
         dataclasses.replace(spec, user="agent"),
         dataclasses.replace(spec, root=""),
         dataclasses.replace(spec, resources=Resources(disk_mb=100)),
     ):
         with pytest.raises(Unsupported):
-            await runtime.create(wish)
+            await runtime.create(refused)
     with pytest.raises(SandboxError, match="no root file system"):
         await runtime.create(dataclasses.replace(spec, root="docker://debian"))
     async with contract.made(runtime, spec, network=Network.OPEN) as sandbox:
@@ -110,7 +114,7 @@ RUN echo "$GREETING" | cat config - > out && rm /etc/old
 """
 
 
-async def test_a_dockerfile_is_built(runtime: ApptainerRuntime, spec: Spec, tmp_path: Path) -> None:
+async def test_a_dockerfile_is_built(runtime: ApptainerRuntime, spec: SandboxSpec, tmp_path: Path) -> None:
     context = tmp_path / "context"
     context.mkdir()
     (context / "config").write_text("configured\n")
@@ -123,12 +127,12 @@ async def test_a_dockerfile_is_built(runtime: ApptainerRuntime, spec: Spec, tmp_
 NODE = """
 import asyncio, sys
 from pathlib import Path
-from towline.sandboxes.base import Spec
-from towline.sandboxes.apptainer import ApptainerRuntime
+from towline.sandboxes.base import SandboxSpec
+from towline.sandboxes.apptainer.runtime import ApptainerRuntime
 async def main():
     runtime = ApptainerRuntime(Path(sys.argv[1]))
     await runtime.open()
-    sandbox = await runtime.create(Spec(root=sys.argv[2]))
+    sandbox = await runtime.create(SandboxSpec(root=sys.argv[2]))
     process = await sandbox.start(["sh", "-c", "setsid sh -c 'sleep 301; echo' node-that-dies & echo up; sleep 302", "node-that-dies"])
     print((await process.stdout.readline()).decode(), flush=True)
     await process.wait()
@@ -157,17 +161,17 @@ async def test_a_node_that_is_killed_leaves_nothing_running(root: str, tmp_path:
 
 
 def main() -> None:
-    """Make the root if need be, and run this file in it."""
+    """Make the root if it does not exist, and run this file in it."""
     folder = Path(sys.argv[1]).resolve()
     packages = "apptainer,ca-certificates,iproute2,busybox-static,libffi8,libbz2-1.0,liblzma5,libsqlite3-0,util-linux"
     if not (folder / "usr/bin/apptainer").exists():
-        # A mirror that is a snapshot is signed as ever, but its index says that it is old.
+        # The index of a snapshot mirror is signed, but expired.
         old = '--aptopt=Acquire::Check-Valid-Until "false"'
         subprocess.run(["mmdebstrap", "--variant=apt", old, f"--include={packages}", "sid", str(folder)], check=True)
     with open(folder / "etc/passwd", "r+") as users:
         if "agent:" not in users.read():
             users.write("agent:x:1500:1500::/tmp:/bin/sh\n")
-    # The environment of whoever runs this, at the same places: the interpreter, its packages and the repository.
+    # The interpreter, its packages and the repository, at the same paths as outside.
     here = Path(__file__).resolve().parents[2]
     shown = {str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, here)} | {sys.prefix}
     parents = sorted({str(parent) for path in shown for parent in list(Path(path).parents)[:-1]})
@@ -195,7 +199,7 @@ def main() -> None:
     ]
     command += ["--chmod", "1777", "/tmp", "--setenv", "PYTHONPATH", f"{here}/src", "--chdir", str(here), "--"]
     command += ["setpriv", "--reuid=1500", "--regid=1500", "--clear-groups", sys.executable, "-B", "-m", "pytest", "-p"]
-    command += ["no:cacheprovider", "-v", "-rA", "-o", f"pythonpath={here}/tests/sandboxes", __file__, *sys.argv[2:]]
+    command += ["no:cacheprovider", "-v", "-rA", "-o", f"pythonpath={here}/tests", __file__, *sys.argv[2:]]
     sys.exit(subprocess.run(command, check=False).returncode)
 
 

@@ -1,4 +1,4 @@
-"""Apptainer's command lines, checked by a stand-in that writes down what it is asked. For real: apptainer_by_hand.py."""
+"""Apptainer's command lines, recorded by a stand-in program. `apptainer_by_hand.py` runs the real one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
-from towline.sandboxes import apptainer, namespaces
-from towline.sandboxes.apptainer import ApptainerRuntime
-from towline.sandboxes.apptainer_cli import Apptainer, Place, exec_command, start_command
-from towline.sandboxes.apptainer_instance import ApptainerSandbox
-from towline.sandboxes.base import Mount, SandboxError, Spec, Unsupported, execute
-from towline.sandboxes.folder_cache import Lease
+from towline.sandboxes.apptainer import namespaces
+from towline.sandboxes.apptainer import runtime as apptainer
+from towline.sandboxes.apptainer.runtime import ApptainerRuntime
+from towline.sandboxes.apptainer.sandbox import (
+    ApptainerCli,
+    ApptainerSandbox,
+    InstancePaths,
+    exec_command,
+    start_command,
+)
+from towline.sandboxes.base import Mount, SandboxError, SandboxSpec, Unsupported, execute
+from towline.sandboxes.images.root_cache import FolderLease
 from towline.schema import Network, Resources
 
 STAND_IN = """#!/usr/bin/env python3
@@ -49,7 +55,7 @@ def asked(log: Path) -> list[tuple[list[str], dict[str, Any]]]:
 def test_command_lines(tmp_path: Path) -> None:
     source = tmp_path / "a,b"
     source.mkdir()
-    place = Place(
+    paths = InstancePaths(
         "towline-1",
         Path("/roots/r"),
         Path("/d/overlay"),
@@ -57,14 +63,14 @@ def test_command_lines(tmp_path: Path) -> None:
         (Path("/d/copy-1"),),
         Path("/d/pid"),
     )
-    spec = Spec(
+    spec = SandboxSpec(
         root="/roots/r",
         network=Network.GATEWAY,
         resources=Resources(memory_mb=512, pids=100, cpus=1.5),
         mounts=(Mount(source, "/opt/towline/x"), Mount(source, "/opt/towline/y", writable=True)),
         env=(("KEY", "secret"),),
     )
-    assert start_command(spec, place) == [
+    assert start_command(spec, paths) == [
         *(
             "instance",
             "start",
@@ -82,25 +88,23 @@ def test_command_lines(tmp_path: Path) -> None:
         *("--mount", "type=bind,src=/d/copy-1,dst=/opt/towline/y"),
         *("--pid-file", "/d/pid", "/roots/r", "towline-1"),
     ]
-    bare = start_command(Spec(root="/r", network=Network.OPEN, resources=Resources()), place)
+    bare = start_command(SandboxSpec(root="/r", network=Network.OPEN, resources=Resources()), paths)
     assert not {"--net", "--memory", "--pids-limit", "--cpus"} & set(bare)
-    assert "--net" in start_command(Spec(root="/r", network=Network.NONE, resources=Resources()), place)
+    assert "--net" in start_command(SandboxSpec(root="/r", network=Network.NONE, resources=Resources()), paths)
     assert exec_command("i", ["echo", "-n", "x y"], cwd="/work", home=None) == [
         *("exec", "--cleanenv", "--no-eval", "--pwd", "/work", "instance://i", "echo", "-n", "x y"),
     ]
     assert exec_command("i", ["a"], cwd="/", home="/home/agent")[-3:] == ["env", "HOME=/home/agent", "a"]
 
 
-async def test_commands_get_their_variables_by_the_environment_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_commands_get_variables_only_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, log = stand_in(tmp_path)
     monkeypatch.setenv("OF_THE_NODE", "secret of the node")
-    monkeypatch.setattr(namespaces, "is_apart", lambda pid: True)
-    place = Place("towline-1", tmp_path, tmp_path, (), (), tmp_path / "pid")
-    spec = Spec(root=str(tmp_path), env=(("KEY", "secret of the session"), ("HOME", "/home/agent")))
+    monkeypatch.setattr(namespaces, "is_namespace_init", lambda pid: True)
+    paths = InstancePaths("towline-1", tmp_path, tmp_path, (), (), tmp_path / "pid")
+    spec = SandboxSpec(root=str(tmp_path), env=(("KEY", "secret of the session"), ("HOME", "/home/agent")))
     sandbox = ApptainerSandbox(
-        Apptainer(program, tmp_path / "data"), spec, tmp_path / "folder", place, Lease(tmp_path, None)
+        ApptainerCli(program, tmp_path / "data"), spec, tmp_path / "folder", paths, FolderLease(tmp_path, None)
     )
     done = await execute(
         sandbox, ["sh", "-c", 'cat; echo "$HOME" >&2; exit 5'], stdin=b"in", env={"MORE": "$x, `y`"}, cwd="/work"
@@ -115,24 +119,24 @@ async def test_commands_get_their_variables_by_the_environment_only(
     assert "APPTAINERENV_HOME" not in environment
     assert "secret of the node" not in environment.values()
     assert environment["APPTAINER_CONFIGDIR"] == str(tmp_path / "data/config")
-    with pytest.raises(Unsupported, match="one user"):
+    with pytest.raises(Unsupported, match="only root inside"):
         await sandbox.start(["id"], user="agent")
 
 
 async def test_it_fails_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, log = stand_in(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxError, match="there is no `apptainer`"):
+    with pytest.raises(SandboxError, match="Apptainer is not installed"):
         await ApptainerRuntime(tmp_path / "data").open()
     monkeypatch.undo()
 
     monkeypatch.setattr(apptainer, "_is_ordinary_user", lambda: False)
-    with pytest.raises(SandboxError, match="for ordinary users"):
+    with pytest.raises(SandboxError, match="cannot run as root"):
         await ApptainerRuntime(tmp_path / "data", program=program).open()
 
-    # One that says it started an instance, and isolated nothing.
+    # A program that claims to have started an instance, and isolated nothing.
     monkeypatch.setattr(apptainer, "_is_ordinary_user", lambda: True)
-    with pytest.raises(SandboxError, match="not the first of a namespace of its own"):
+    with pytest.raises(SandboxError, match="not the init of its own PID namespace"):
         await ApptainerRuntime(tmp_path / "data", program=program).open()
     assert asked(log)[-1][0][:2] == ["instance", "start"]
     assert not list((tmp_path / "data").glob("towline-*/overlay"))
@@ -142,12 +146,12 @@ async def test_it_fails_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(SandboxError, match="user namespaces are not allowed"):
         await runtime.open()
     for spec, reason in (
-        (Spec(), "a root of their own"),
-        (Spec(root=str(tmp_path), user="agent"), "one user"),
-        (Spec(root=str(tmp_path), resources=Resources(memory_mb=64)), "memory_mb=64 cannot be enforced"),
-        (Spec(root="docker://debian"), "no root file system"),
+        (SandboxSpec(), "need a root file system"),
+        (SandboxSpec(root=str(tmp_path), user="agent"), "only root inside"),
+        (SandboxSpec(root=str(tmp_path), resources=Resources(memory_mb=64)), "memory_mb=64 cannot be enforced"),
+        (SandboxSpec(root="docker://debian"), "no root file system"),
     ):
         with pytest.raises(SandboxError, match=reason):
             await runtime.create(spec)
-    assert not namespaces.is_apart(os.getpid())
+    assert not namespaces.is_namespace_init(os.getpid())
     assert namespaces.processes(os.getpid()) == []

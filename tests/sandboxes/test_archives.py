@@ -1,4 +1,4 @@
-"""Archives: what is packed comes out again, and no archive, however made, touches anything outside its folder."""
+"""Archives: packed files unpack unchanged, and no archive, however made, touches anything outside its folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towline.sandboxes import archives
-from towline.sandboxes.archives import ArchiveError
+from towline.sandboxes.files import archives
+from towline.sandboxes.files.archives import ArchiveError
 
 _NAMES = st.text(st.characters(exclude_characters="/\x00", exclude_categories=["Cs"]), min_size=1, max_size=30).filter(
     lambda name: name not in (".", "..") and len(name.encode()) <= 200
@@ -24,11 +24,11 @@ _PATHS = st.lists(_NAMES, min_size=1, max_size=4).map("/".join)
 
 
 @given(st.dictionaries(_PATHS, st.binary(max_size=2000), max_size=8))
-def test_what_goes_in_comes_out(files: dict[str, bytes]) -> None:
+def test_pack_and_unpack_round_trip(files: dict[str, bytes]) -> None:
     whole = [name for name in files if not any(other.startswith(name + "/") for other in files)]
     wanted = {name: files[name] for name in whole}
     packed = archives.pack(wanted, modes=dict.fromkeys(wanted, 0o750))
-    assert packed == archives.pack(wanted, modes=dict.fromkeys(wanted, 0o750)), "equal content, equal bytes"
+    assert packed == archives.pack(wanted, modes=dict.fromkeys(wanted, 0o750)), "equal content packs to equal bytes"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "made" / "for it"
         assert archives.unpack(packed, folder) == []
@@ -80,20 +80,20 @@ _KINDS = {
 
 
 def tar_of(members: list[tuple[str, str, str]]) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
         for kind, name, link in members:
             member = tarfile.TarInfo(name)
             member.type, member.linkname, member.mode = _KINDS[kind], link, 0o6777
             if kind == "file":
                 member.size = 4
             tar.addfile(member, io.BytesIO(b"evil") if kind == "file" else None)
-    return made.getvalue()
+    return buffer.getvalue()
 
 
 @given(_MEMBERS)
 def test_nothing_leaves_the_folder(members: list[tuple[str, str, str]]) -> None:
-    """By any order of files, folders and links: outside is as it was, and nothing inside leads there."""
+    """For any order of files, folders and links: nothing outside changes, and nothing inside leads there."""
     with tempfile.TemporaryDirectory() as name:
         base = Path(name).resolve()
         folder, outside = base / "folder", base / "outside"
@@ -109,7 +109,7 @@ def test_nothing_leaves_the_folder(members: list[tuple[str, str, str]]) -> None:
             mode = path.lstat().st_mode
             assert stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
             if not stat.S_ISLNK(mode):
-                assert not mode & (stat.S_ISUID | stat.S_ISGID), "nobody gets another's powers"
+                assert not mode & (stat.S_ISUID | stat.S_ISGID), "setuid and setgid are dropped"
             assert not os.path.exists(path) or path.resolve() == folder or folder in path.resolve().parents
         for path in (
             Path(root) / entry
@@ -118,11 +118,11 @@ def test_nothing_leaves_the_folder(members: list[tuple[str, str, str]]) -> None:
         ):
             try:
                 assert folder == path.resolve() or folder in path.resolve().parents
-            except (OSError, RuntimeError):  # a link to itself
+            except (OSError, RuntimeError):  # a symlink to itself
                 continue
 
 
-def test_links_of_the_archive_are_not_walked_and_older_ones_are_where_asked(tmp_path: Path) -> None:
+def test_symlinks_of_the_archive_are_never_followed_and_older_ones_only_with_follow(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "bin").symlink_to("real")
     with pytest.raises(ArchiveError, match="cannot be a folder"):
@@ -134,15 +134,15 @@ def test_links_of_the_archive_are_not_walked_and_older_ones_are_where_asked(tmp_
         archives.unpack(hostile, tmp_path, follow=True, links="any")
 
 
-def test_sizes_and_numbers_are_bounded(tmp_path: Path) -> None:
+def test_sizes_and_entry_counts_are_limited(tmp_path: Path) -> None:
     archive = archives.pack({"a": bytes(1000), "b": bytes(1000)})
     with pytest.raises(ArchiveError, match="more than 1999 bytes"):
-        archives.unpack(archive, tmp_path / "small", most=1999)
-    archives.unpack(archive, tmp_path / "fits", most=2000)
+        archives.unpack(archive, tmp_path / "small", max_bytes=1999)
+    archives.unpack(archive, tmp_path / "fits", max_bytes=2000)
     with pytest.raises(ArchiveError, match="more than 1 entries"):
-        archives.unpack(archive, tmp_path / "few", entries=1)
-    with pytest.raises(ArchiveError, match="more than the 10 allowed"):
-        archives.read_file(archive, "a", most=10)
+        archives.unpack(archive, tmp_path / "few", max_entries=1)
+    with pytest.raises(ArchiveError, match="more than the limit of 10"):
+        archives.read_file(archive, "a", max_bytes=10)
     with pytest.raises(ArchiveError, match="more than one file"):
         archives.read_file(archive, "")
     compressed = io.BytesIO()
@@ -162,11 +162,14 @@ def test_sizes_and_numbers_are_bounded(tmp_path: Path) -> None:
     sparse.mkdir()
     with (sparse / "huge").open("wb") as file:
         file.truncate(1 << 40)
-    with tarfile.open(fileobj=io.BytesIO(), mode="w") as tar, pytest.raises(ArchiveError, match="more than the bytes"):
+    with (
+        tarfile.open(fileobj=io.BytesIO(), mode="w") as tar,
+        pytest.raises(ArchiveError, match="larger than the size limit"),
+    ):
         archives.add_tree(tar, "live", str(sparse), 1 << 20)
 
 
-def test_a_folder_of_this_machine(tmp_path: Path) -> None:
+def test_pack_a_local_folder(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "deep").mkdir(parents=True)
     (source / "deep/run").write_text("#!/bin/sh\n")

@@ -1,4 +1,4 @@
-"""Bubblewrap sandboxes at their real boundaries: the contract, over the host's root and over one of busybox alone.
+"""Bubblewrap sandboxes: the contract, over the host's root and over one with only busybox.
 
 Run by root these are root's sandboxes; `test_bubblewrap_rootless.py` runs this file again as an ordinary user, with and
 without subordinate ids.
@@ -13,17 +13,21 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import contract
 import pytest
-from roots_rig import busybox_root, tar_of
-from sandbox_leftovers import Traces, began, state
 
-from towline.sandboxes import archives, leftovers
-from towline.sandboxes.base import Change, ChangeKind, Mount, SandboxError, Spec, Unsupported, execute
-from towline.sandboxes.bubblewrap import BubblewrapRuntime
+from support.node.node_rig import until
+from support.sandboxes import contract
+from support.sandboxes.roots_rig import busybox_root, tar_of
+from support.sandboxes.sandbox_leftovers import Traces
+from towline.sandboxes import wire
+from towline.sandboxes.base import ChangeKind, Mount, PathChange, SandboxError, SandboxSpec, Unsupported, execute
+from towline.sandboxes.bubblewrap import reaper
+from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
+from towline.sandboxes.files import archives, folders
 from towline.schema import Network, Resources
 
 ROOT = os.geteuid() == 0
@@ -34,9 +38,9 @@ async def runtime(tmp_path: Path) -> AsyncIterator[BubblewrapRuntime]:
     opened = BubblewrapRuntime(tmp_path / "data")
     await opened.open()
     traces = Traces(tmp_path / "data")
-    traces.look(opened)
+    traces.record(opened)
     yield opened
-    traces.look(opened)
+    traces.record(opened)
     await opened.close()
     assert traces.left() == []
 
@@ -51,23 +55,23 @@ def root(tmp_path: Path) -> str:
 async def test_contract(
     check: contract.Check, place: str, root: str, runtime: BubblewrapRuntime, tmp_path: Path
 ) -> None:
-    await check(runtime, Spec(root=root if place == "busybox" else ""), tmp_path)
+    await check(runtime, SandboxSpec(root=root if place == "busybox" else ""), tmp_path)
 
 
 @pytest.mark.parametrize("limit", contract.LIMITS)
 async def test_limits_hold_or_are_refused(limit: str, runtime: BubblewrapRuntime, root: str, tmp_path: Path) -> None:
-    spec = Spec(root=root, resources=Resources(disk_mb=64))
+    spec = SandboxSpec(root=root, resources=Resources(disk_mb=64))
     if limit in runtime.facts.enforced:
         await contract.LIMITS[limit](runtime, spec, tmp_path)
         return
     assert not ROOT or limit not in ("memory_mb", "pids", "disk_mb", "seconds"), "root enforces all of these"
     with pytest.raises(Unsupported, match=limit):
-        await runtime.create(Spec(resources=Resources.model_validate({limit: 99})))
-    await (await runtime.create(Spec())).destroy()  # the node's own defaults are waived, and the facts say so
+        await runtime.create(SandboxSpec(resources=Resources.model_validate({limit: 99})))
+    await (await runtime.create(SandboxSpec())).destroy()  # the node's own defaults are waived, and named in the facts
     assert any(limit.split("_")[0] in note for note in runtime.facts.notes)
 
 
-async def test_layers_lie_over_a_root_from_a_tar_and_the_diff_names_what_changed(
+async def test_layers_over_a_root_from_a_tar_and_the_diff(
     runtime: BubblewrapRuntime, root: str, tmp_path: Path
 ) -> None:
     lower, upper = tmp_path / "lower", tmp_path / "upper"
@@ -77,7 +81,7 @@ async def test_layers_lie_over_a_root_from_a_tar_and_the_diff_names_what_changed
         (folder / f"etc/{text}").write_text(text)
         (folder / "full/of").mkdir(parents=True)
         (folder / f"full/of/{text}").write_text(text)
-    spec = Spec(
+    spec = SandboxSpec(
         root=str(tar_of(Path(root), tmp_path / "root.tar")),
         layers=(lower, upper),
         mounts=(Mount(lower / "etc/both", "/opt/deep/one"),),
@@ -109,22 +113,22 @@ async def test_layers_lie_over_a_root_from_a_tar_and_the_diff_names_what_changed
     # Over the host's root, a layer reaches below /usr as well.
     (upper / "usr/share/towline-test").mkdir(parents=True)
     (upper / "usr/share/towline-test/file").write_text("below")
-    async with contract.made(runtime, Spec(layers=(upper,))) as sandbox:
+    async with contract.made(runtime, SandboxSpec(layers=(upper,))) as sandbox:
         assert await contract.sh(sandbox, "cat /usr/share/towline-test/file; echo x > /usr/share/mine") == "below"
-        assert await sandbox.diff() == [Change("/usr/share/mine", ChangeKind.ADDED)]
+        assert await sandbox.diff() == [PathChange("/usr/share/mine", ChangeKind.ADDED)]
 
 
-async def test_users_are_the_roots_own_where_there_are_ids_for_them(runtime: BubblewrapRuntime, root: str) -> None:
+async def test_users_of_the_root_where_there_are_ids_for_them(runtime: BubblewrapRuntime, root: str) -> None:
     several = ROOT or not any("one user id" in note for note in runtime.facts.notes)
     if not several:
         with pytest.raises(SandboxError, match="subuid"):
-            await runtime.create(Spec(root=root, user="agent"))
-        async with contract.made(runtime, Spec(root=root)) as sandbox:
+            await runtime.create(SandboxSpec(root=root, user="agent"))
+        async with contract.made(runtime, SandboxSpec(root=root)) as sandbox:
             with pytest.raises(Unsupported, match="subuid"):
                 await execute(sandbox, ["true"], user="agent", seconds=20)
             assert not (await execute(sandbox, ["chown", "agent", "/work"])).ok
         return
-    async with contract.made(runtime, Spec(root=root, user="agent", workdir="/home/agent/work")) as sandbox:
+    async with contract.made(runtime, SandboxSpec(root=root, user="agent", workdir="/home/agent/work")) as sandbox:
         await sandbox.put(archives.pack({"mine": b"x"}), "/home/agent/in")
         script = "id -u; id -g; echo $HOME $USER; pwd; touch made; stat -c %U . made /home/agent/in/mine; echo x > /dev/stdout"
         seen = await contract.sh(sandbox, script)
@@ -137,22 +141,22 @@ async def test_users_are_the_roots_own_where_there_are_ids_for_them(runtime: Bub
             await execute(sandbox, ["id"], user="nobody-knows")
 
 
-async def test_hostile_insides_do_not_mislead_the_node(runtime: BubblewrapRuntime, root: str) -> None:
-    """Links, pipes and lies planted inside lead nowhere, and nothing hangs."""
-    async with contract.made(runtime, Spec(root=root)) as sandbox:
+async def test_hostile_files_inside_do_not_mislead_the_node(runtime: BubblewrapRuntime, root: str) -> None:
+    """Symlinks, pipes and fake files planted inside lead nowhere, and nothing hangs."""
+    async with contract.made(runtime, SandboxSpec(root=root)) as sandbox:
         await contract.sh(sandbox, "ln -s /etc in; mkfifo pipe; ln -s / all; rm /etc/passwd; mkfifo /etc/passwd")
         await sandbox.put(archives.pack({"planted": b"x"}), "/work/in")
         assert await contract.sh(sandbox, "cat /etc/planted") == "x"
-        names = archives.names(await sandbox.get("/work"))
-        assert sorted(names) == ["work", "work/all", "work/in"], "links as links, pipes not at all"
+        names = archives.member_names(await sandbox.get("/work"))
+        assert sorted(names) == ["work", "work/all", "work/in"], "symlinks as symlinks, pipes not at all"
         assert (await execute(sandbox, ["echo", "well"], seconds=20)).stdout == b"well\n"
         with pytest.raises(SandboxError):
             await execute(sandbox, ["true"], user="agent", seconds=20)
-        with pytest.raises(SandboxError, match="cannot be started"):
+        with pytest.raises(SandboxError, match="cannot start"):
             await execute(sandbox, ["id"], cwd="/no/such/folder")
         with pytest.raises(SandboxError):
             await sandbox.put(b"this is not a tar", "/work/broken")
-        # Names that try to leave, and a link that the archive itself brings.
+        # Names that try to leave.
         hostile = archives.pack({"a": b"x"}).replace(b"a\0", b"/\0", 1)
         with pytest.raises(SandboxError):
             await sandbox.put(hostile, "/work/out")
@@ -162,13 +166,23 @@ async def test_hostile_insides_do_not_mislead_the_node(runtime: BubblewrapRuntim
         assert await contract.sh(sandbox, "echo lives") == "lives\n", "init cannot be killed from inside"
 
 
-async def test_many_at_once_and_a_cancelled_one(runtime: BubblewrapRuntime) -> None:
-    making = [asyncio.create_task(runtime.create(Spec())) for _ in range(8)]
-    await asyncio.sleep(0.01)
-    making[0].cancel()
+async def test_many_sandboxes_at_once_and_a_cancelled_one(
+    runtime: BubblewrapRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert runtime._channel is not None
+    send, sent = runtime._channel._send, asyncio.Event()
+
+    def send_and_tell(message: wire.Message, descriptors: Sequence[int]) -> None:
+        send(message, descriptors)
+        sent.set()
+
+    monkeypatch.setattr(runtime._channel, "_send", send_and_tell)
+    creating = [asyncio.create_task(runtime.create(SandboxSpec())) for _ in range(8)]
+    await sent.wait()
+    creating[0].cancel()
     made = [
         sandbox
-        for sandbox in await asyncio.gather(*making, return_exceptions=True)
+        for sandbox in await asyncio.gather(*creating, return_exceptions=True)
         if not isinstance(sandbox, BaseException)
     ]
     assert len(made) == 7
@@ -185,60 +199,86 @@ async def test_many_at_once_and_a_cancelled_one(runtime: BubblewrapRuntime) -> N
         await execute(made[0], ["true"])
 
 
-async def test_a_lost_keeper_is_replaced(tmp_path: Path) -> None:
+async def test_a_lost_supervisor_is_replaced(tmp_path: Path) -> None:
     runtime = BubblewrapRuntime(tmp_path / "data")
     await runtime.open()
     traces = Traces(tmp_path / "data")
-    sandbox = await runtime.create(Spec())
+    sandbox = await runtime.create(SandboxSpec())
     process = await sandbox.start(["sleep", "60"])
-    traces.look(runtime)
-    assert runtime._keeper is not None
-    runtime._keeper.kill()
+    traces.record(runtime)
+    assert runtime._supervisor is not None
+    runtime._supervisor.kill()
     assert await asyncio.wait_for(process.wait(), 20) == 137
     with pytest.raises(SandboxError, match="ended"):
         await execute(sandbox, ["true"])
     assert not sandbox.alive
     await sandbox.destroy()
-    made = await asyncio.gather(*(runtime.create(Spec()) for _ in range(3)))
+    made = await asyncio.gather(*(runtime.create(SandboxSpec()) for _ in range(3)))
     assert (await execute(made[0], ["echo", "again"])).stdout == b"again\n"
     await runtime.close()
     assert traces.left() == []
 
 
+async def test_a_command_ends_with_a_supervisor_that_dies_as_the_command_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the sandbox is handled before the answer to `start`."""
+    runtime = BubblewrapRuntime(tmp_path / "data")
+    await runtime.open()
+    sandbox = await runtime.create(SandboxSpec())
+    request = sandbox._spawner.request
+
+    async def late(message: dict[str, Any], descriptors: Sequence[int] = ()) -> Any:
+        answer = await request(message, descriptors)
+        assert runtime._supervisor is not None
+        runtime._supervisor.kill()
+        await until(lambda: not sandbox.alive)
+        return answer
+
+    monkeypatch.setattr(sandbox._spawner, "request", late)
+    try:
+        process = await sandbox.start(["sleep", "60"])
+        assert await asyncio.wait_for(process.wait(), 30) == 137
+    finally:
+        await runtime.close()
+
+
 _NODE = """
 import asyncio, json, sys
 from pathlib import Path
-from towline.sandboxes.base import Spec
-from towline.sandboxes.bubblewrap import BubblewrapRuntime
+from typing import Any
+from towline.sandboxes import wire
+from towline.sandboxes.base import SandboxSpec
+from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
 async def main():
     runtime = BubblewrapRuntime(Path(sys.argv[1]))
     await runtime.open()
-    sandbox = await runtime.create(Spec())
+    sandbox = await runtime.create(SandboxSpec())
     await sandbox.start(["sh", "-c", "(exec 9<>/proc/1/fd/0; sleep 300) & setsid sleep 300 & sleep 300"])
-    print(json.dumps(runtime._keeper.pid), flush=True)
+    print(json.dumps(runtime._supervisor.pid), flush=True)
     await asyncio.sleep(300)
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("victim", ["node", "keeper", "both"])
-async def test_sandboxes_end_with_their_node_and_the_next_one_removes_what_is_left(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["node", "supervisor", "both"])
+async def test_sandboxes_end_with_their_node_and_the_next_one_removes_leftovers(victim: str, tmp_path: Path) -> None:
     data = tmp_path / "data"
     node = _start_node(data)
     assert node.stdout is not None
     try:
-        keeper = json.loads(node.stdout.readline())
+        supervisor = json.loads(node.stdout.readline())
         traces = Traces(data)
         runtime = BubblewrapRuntime(data)
-        runtime._keeper = type("Keeper", (), {"pid": keeper})()  # type: ignore[assignment]
+        runtime._supervisor = type("Supervisor", (), {"pid": supervisor})()  # type: ignore[assignment]
         for _ in range(100):
-            traces.look(runtime)
+            traces.record(runtime)
             if len(traces.processes) >= 5:
                 break
             await asyncio.sleep(0.05)
-        assert len(traces.processes) >= 5, "keeper, spawner, bubblewrap, init and the commands"
-        if victim in ("keeper", "both"):
-            os.kill(keeper, signal.SIGKILL)
+        assert len(traces.processes) >= 5, "supervisor, spawner, bubblewrap, init and the commands"
+        if victim in ("supervisor", "both"):
+            os.kill(supervisor, signal.SIGKILL)
         if victim in ("node", "both"):
             node.kill()
             node.wait()
@@ -249,8 +289,8 @@ async def test_sandboxes_end_with_their_node_and_the_next_one_removes_what_is_le
         node.wait()
         node.stdout.close()
     after = BubblewrapRuntime(data)
-    await after.open()  # a keeper that outlived its node is waited for
-    assert any("earlier keeper" in note for note in after.facts.notes)
+    await after.open()  # waits for a supervisor that outlived its node
+    assert any("earlier supervisor" in note for note in after.facts.notes)
     await after.close()
     assert traces.left() == []
 
@@ -263,68 +303,70 @@ async def _all_end(processes: dict[int, str]) -> None:
     for _ in range(200):
         left = []
         for pid, time in processes.items():
-            try:
-                if began(pid) == time and state(pid) != "Z":
-                    left.append(pid)
-            except OSError:
-                continue
+            if folders.start_time(pid) == time:
+                left.append(pid)
         if not left:
             return
         await asyncio.sleep(0.05)
     raise AssertionError(f"still alive: {left}")
 
 
-async def test_what_cannot_be_made_says_why_and_leaves_nothing(runtime: BubblewrapRuntime, tmp_path: Path) -> None:
+async def test_invalid_specs_fail_with_a_reason_and_leave_nothing(runtime: BubblewrapRuntime, tmp_path: Path) -> None:
     wrong = [
-        (Spec(root=str(tmp_path / "no")), "no"),
-        (Spec(root="/"), "host"),
-        (Spec(layers=(tmp_path / "no",)), "not a folder"),
-        (Spec(mounts=(Mount(tmp_path / "no", "/x"),)), "does not exist"),
-        (Spec(mounts=(Mount(tmp_path, "/"),)), "place to mount"),
-        (Spec(user="nobody-knows"), "no user"),
-        (Spec(workdir="/etc/passwd/x"), "passwd"),
+        (SandboxSpec(root=str(tmp_path / "no")), "no"),
+        (SandboxSpec(root="/"), "host"),
+        (SandboxSpec(layers=(tmp_path / "no",)), "not a folder"),
+        (SandboxSpec(mounts=(Mount(tmp_path / "no", "/x"),)), "does not exist"),
+        (SandboxSpec(mounts=(Mount(tmp_path, "/"),)), "cannot mount"),
+        (SandboxSpec(user="nobody-knows"), "no user"),
+        (SandboxSpec(workdir="/etc/passwd/x"), "passwd"),
     ]
     for spec, reason in wrong:
         with pytest.raises(SandboxError, match=reason):
             await runtime.create(spec)
     closed = BubblewrapRuntime(tmp_path / "other")
     with pytest.raises(SandboxError, match="not open"):
-        await closed.create(Spec())
+        await closed.create(SandboxSpec())
 
 
-async def test_open_network_is_the_hosts_and_none_is_nothing(runtime: BubblewrapRuntime) -> None:
-    async with contract.made(runtime, Spec(network=Network.OPEN)) as sandbox:
+async def test_network_open_is_the_hosts_and_none_is_isolated(runtime: BubblewrapRuntime) -> None:
+    async with contract.made(runtime, SandboxSpec(network=Network.OPEN)) as sandbox:
         assert sandbox.listener is None
         inside = await contract.sh(sandbox, "readlink /proc/self/ns/net; cat /etc/resolv.conf")
         assert inside.startswith(os.readlink("/proc/self/ns/net"))
         assert inside.endswith(await asyncio.to_thread(Path("/etc/resolv.conf").read_text))
-    async with contract.made(runtime, Spec(network=Network.NONE)) as sandbox:
+    async with contract.made(runtime, SandboxSpec(network=Network.NONE)) as sandbox:
         assert not (await contract.sh(sandbox, "readlink /proc/self/ns/net")).startswith(
             os.readlink("/proc/self/ns/net")
         )
 
 
-async def test_a_close_that_is_cancelled_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_close_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = BubblewrapRuntime(tmp_path)
     await runtime.open()
-    remove, entered, go_on, removed = leftovers.Instance.remove, threading.Event(), threading.Event(), threading.Event()
+    remove, entered, proceed, removed = (
+        reaper.SupervisorFolder.remove,
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+    )
 
-    calls: list[leftovers.Instance] = []
+    calls: list[reaper.SupervisorFolder] = []
 
-    def slowly(instance: leftovers.Instance) -> None:
-        calls.append(instance)
+    def slow_remove(folder: reaper.SupervisorFolder) -> None:
+        calls.append(folder)
         entered.set()
-        go_on.wait(60)
-        remove(instance)
+        proceed.wait(60)
+        remove(folder)
         removed.set()
 
-    monkeypatch.setattr(leftovers.Instance, "remove", slowly)
+    monkeypatch.setattr(reaper.SupervisorFolder, "remove", slow_remove)
     closing = asyncio.ensure_future(runtime.close())
     await asyncio.to_thread(entered.wait, 60)
     closing.cancel()
     await asyncio.wait([closing])
-    go_on.set()
+    proceed.set()
     await runtime.close()
     assert await asyncio.to_thread(removed.wait, 60)
-    assert len(calls) == 1, "its descriptors may be another's by the second time"
+    assert len(calls) == 1, "its descriptors may have been reused by the second call"
     assert not await asyncio.to_thread(lambda: list(tmp_path.glob("keeper-*")))

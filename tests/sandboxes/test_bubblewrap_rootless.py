@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from ordinary_user import SECONDS, run_tests
+
+from support.sandboxes.ordinary_user import SECONDS, run_tests
 
 pytestmark = pytest.mark.timeout(SECONDS)
 

@@ -1,4 +1,4 @@
-"""Process sandboxes: they isolate nothing, say so, refuse what they cannot do, and still leave nothing behind."""
+"""Process sandboxes: no isolation, honest facts, refused specs, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import contract
 import pytest
 
-from towline.sandboxes import archives
-from towline.sandboxes.base import Mount, SandboxError, Spec, Unsupported, execute
-from towline.sandboxes.process import ProcessRuntime
+from support.sandboxes import contract
+from towline.sandboxes.base import Mount, SandboxError, SandboxSpec, Unsupported, execute
+from towline.sandboxes.files import archives
+from towline.sandboxes.process.runtime import ProcessRuntime
 from towline.schema import Network, Resources
 
-SPEC = Spec(network=Network.OPEN)
+SPEC = SandboxSpec(network=Network.OPEN)
 
 
 @pytest.fixture
@@ -35,41 +35,41 @@ async def test_contract(check: contract.Check, runtime: ProcessRuntime, tmp_path
     await check(runtime, SPEC, tmp_path)
 
 
-async def test_it_says_what_it_is_and_refuses_what_it_cannot_do(runtime: ProcessRuntime, tmp_path: Path) -> None:
+async def test_facts_and_refused_specs(runtime: ProcessRuntime, tmp_path: Path) -> None:
     assert not runtime.facts.isolated
     assert runtime.facts.enforced == {"seconds"}
     assert any("no isolation" in note for note in runtime.facts.notes)
     refused = [
-        Spec(network=Network.NONE),
-        Spec(network=Network.OPEN, root=str(tmp_path)),
-        Spec(network=Network.OPEN, layers=(tmp_path,)),
-        Spec(network=Network.OPEN, user="somebody"),
-        Spec(network=Network.OPEN, resources=Resources(memory_mb=100)),
+        SandboxSpec(network=Network.NONE),
+        SandboxSpec(network=Network.OPEN, root=str(tmp_path)),
+        SandboxSpec(network=Network.OPEN, layers=(tmp_path,)),
+        SandboxSpec(network=Network.OPEN, user="other"),
+        SandboxSpec(network=Network.OPEN, resources=Resources(memory_mb=100)),
     ]
     for spec in refused:
         with pytest.raises(Unsupported):
             await runtime.prepare(spec)
         with pytest.raises(Unsupported):
             await runtime.create(spec)
-    with pytest.raises(SandboxError, match="nothing to mount"):
-        await runtime.create(Spec(network=Network.OPEN, mounts=(Mount(tmp_path / "no", "/x"),)))
+    with pytest.raises(SandboxError, match="cannot mount"):
+        await runtime.create(SandboxSpec(network=Network.OPEN, mounts=(Mount(tmp_path / "no", "/x"),)))
     with pytest.raises(SandboxError, match="in use by another node"):
         await ProcessRuntime(tmp_path / "data").open()
 
 
-async def test_inside_paths_mean_the_sandboxs_own_folder(runtime: ProcessRuntime) -> None:
+async def test_inside_paths_are_mapped_to_the_sandboxs_folder(runtime: ProcessRuntime) -> None:
     async with contract.made(runtime, SPEC, network=Network.GATEWAY) as sandbox:
         assert sandbox.listener is None
         await sandbox.put(archives.pack({".config/x": b"mine"}), "/home/agent")
         script = 'cat "$HOME/.config/x" "$TOWLINE_ROOT/home/agent/.config/x"; echo " $PATH"; pwd'
-        said = (
+        output = (
             await contract.sh(sandbox, script, env={"HOME": "/home/agent", "PATH": "/home/agent:/usr/bin:/bin"})
         ).splitlines()
         root = sandbox.outside("/")  # type: ignore[attr-defined]
-        assert said == [f"minemine {root}/home/agent:/usr/bin:/bin", f"{root}/work"]
+        assert output == [f"minemine {root}/home/agent:/usr/bin:/bin", f"{root}/work"]
         assert (await execute(sandbox, ["cat", "/home/agent/.config/x"])).stdout == b"mine"
         assert (await execute(sandbox, ["cat", "/proc/self/comm"])).stdout == b"cat\n", (
-            "the host's, since it is not here"
+            "the host's, since the sandbox has none"
         )
         assert (await contract.sh(sandbox, "pwd", cwd="/../../home/agent")) == f"{root}/home/agent\n"
 
@@ -77,13 +77,13 @@ async def test_inside_paths_mean_the_sandboxs_own_folder(runtime: ProcessRuntime
 NODE = """
 import asyncio, sys
 from pathlib import Path
-from towline.sandboxes.base import Spec
-from towline.sandboxes.process import ProcessRuntime
+from towline.sandboxes.base import SandboxSpec
+from towline.sandboxes.process.runtime import ProcessRuntime
 from towline.schema import Network
 async def main():
     runtime = ProcessRuntime(Path(sys.argv[1]))
     await runtime.open()
-    sandbox = await runtime.create(Spec(network=Network.OPEN))
+    sandbox = await runtime.create(SandboxSpec(network=Network.OPEN))
     process = await sandbox.start(["sh", "-c", "setsid sh -c 'sleep 300; echo' node-that-dies & echo up; sleep 300"])
     print((await process.stdout.readline()).decode(), flush=True)
     await process.wait()
@@ -91,7 +91,7 @@ asyncio.run(main())
 """
 
 
-async def test_a_node_that_is_killed_leaves_no_process_and_the_next_one_its_folders(tmp_path: Path) -> None:
+async def test_a_killed_node_leaves_no_process_and_the_next_one_removes_its_folders(tmp_path: Path) -> None:
     node = await asyncio.create_subprocess_exec(
         sys.executable, "-c", NODE, str(tmp_path / "data"), stdout=subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""What nodes that were killed leave behind: the next one removes all of it before it goes on, however slowly it ends."""
+"""Leftovers of killed nodes: the next node removes all of them before it continues, however slowly they end."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from towline.sandboxes import holding, leftovers
-from towline.sandboxes.process import ProcessRuntime
+import towline
+from towline.sandboxes.bubblewrap import reaper
+from towline.sandboxes.files import folders
+from towline.sandboxes.process.runtime import ProcessRuntime
 
-PACKAGES = Path(leftovers.__file__).parents[2]
+PACKAGES = Path(towline.__file__).parents[1]
 PATIENCE = 60
 
 
@@ -33,8 +35,8 @@ def run(program: str, *arguments: object, mark: str = "/nowhere") -> subprocess.
 NODE = """
     import os, sys, time
     from pathlib import Path
-    from towline.sandboxes import leftovers
-    made = leftovers.Instance.make(Path(sys.argv[1]))
+    from towline.sandboxes.bubblewrap import reaper
+    made = reaper.SupervisorFolder.make(Path(sys.argv[1]))
     if os.fork() == 0:
         time.sleep(float(sys.argv[2]))  # a child that has not become its own program yet
         os._exit(0)
@@ -43,95 +45,101 @@ NODE = """
 """
 
 
-def test_a_lock_that_a_child_of_a_killed_node_still_holds_is_waited_for(tmp_path: Path) -> None:
+def test_waits_for_a_lock_that_a_child_of_a_killed_node_still_holds(tmp_path: Path) -> None:
     node = run(NODE, tmp_path, 3.0)
     assert node.stdout is not None
     folder = Path(node.stdout.readline().strip())
-    # While the node lives, nothing of it is touched, and nobody waits for it.
-    assert leftovers.reap(tmp_path) == []
+    # While the node lives, nothing of it is touched or waited for.
+    assert reaper.reap(tmp_path) == []
     assert folder.is_dir()
     node.send_signal(signal.SIGKILL)
     node.wait(PATIENCE)
     with (folder / "node").open("rb+") as lock:
-        assert not holding.take(lock.fileno()), "the child holds it"
-    assert leftovers.reap(tmp_path) == [f"removed what an earlier keeper left in {folder.name}"]
+        assert not folders.try_lock(lock.fileno()), "the child holds it"
+    assert reaper.reap(tmp_path) == [f"removed leftovers of an earlier supervisor in {folder.name}"]
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("files", [(), ("node",), ("lock",), ("node", "groups.json")])
-def test_a_folder_that_a_killed_node_did_not_finish_is_removed_at_once(tmp_path: Path, files: tuple[str, ...]) -> None:
+def test_an_unfinished_folder_of_a_killed_node_is_removed(tmp_path: Path, files: tuple[str, ...]) -> None:
     folder = tmp_path / "keeper-0123456789ab"
     folder.mkdir()
     for name in files:
         (folder / name).touch()
-    assert leftovers.reap(tmp_path) == [f"removed what an earlier node began in {folder.name}"]
+    assert reaper.reap(tmp_path) == [f"removed the unfinished folder {folder.name} of an earlier node"]
     assert not folder.exists()
 
 
-def test_folders_that_are_being_made_are_left_alone(tmp_path: Path) -> None:
-    """Many nodes begin while another reaps again and again: each keeps its folder."""
+def test_folders_that_are_being_created_are_left_alone(tmp_path: Path) -> None:
+    """Several nodes start while another one reaps continuously: each keeps its folder."""
     nodes = [run(NODE, tmp_path, 0.0) for _ in range(3)]
     until = time.monotonic() + PATIENCE
     while len(list(tmp_path.glob("keeper-*"))) < 3:
-        assert leftovers.reap(tmp_path) == []
+        assert reaper.reap(tmp_path) == []
         assert time.monotonic() < until
     for node in nodes:
         assert node.stdout is not None
         assert Path(node.stdout.readline().strip()).is_dir()
-        assert leftovers.reap(tmp_path) == []
+        assert reaper.reap(tmp_path) == []
     for node in nodes:
         node.kill()
         node.wait(PATIENCE)
-    leftovers.reap(tmp_path)
+    reaper.reap(tmp_path)
     assert not list(tmp_path.glob("keeper-*"))
 
 
-def test_a_keeper_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "_PATIENCE", 0.2)
-    made = leftovers.Instance.make(tmp_path)
-    # Its command is a keeper's, and it hears nothing.
-    stuck = f"if 0: {leftovers.START_KEEPER!r}\nimport time\nprint(flush=True); time.sleep(600)"
-    source = stuck.replace(repr(leftovers.START_KEEPER), f'"""{leftovers.START_KEEPER}"""')
-    keeper = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, pass_fds=[made.lock])
+@pytest.mark.parametrize(
+    "program",
+    [reaper.SUPERVISOR_PROGRAM, "from towline.sandboxes.keeper import main; main(int(sys.argv[2]))"],
+    ids=["this version", "another version"],
+)
+def test_a_supervisor_that_does_not_exit_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr(reaper, "_EXIT_TIMEOUT", 0.2)
+    made = reaper.SupervisorFolder.make(tmp_path)
+    # Its command line is a supervisor's, and it never exits.
+    source = f'"""{program}"""\nimport time\nprint(flush=True); time.sleep(600)'
+    supervisor = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, pass_fds=[made.lock])
     other = subprocess.Popen(["sleep", "600"], pass_fds=[made.lock])
-    assert keeper.stdout is not None
-    keeper.stdout.readline()
+    assert supervisor.stdout is not None
+    supervisor.stdout.readline()
     os.close(made.lock)
     os.close(made.node)
     try:
-        notes = leftovers.reap(tmp_path)
-        assert keeper.wait(PATIENCE) == -signal.SIGKILL
-        assert other.poll() is None, "only keepers are killed"
-        assert notes == [f"the keeper of {made.folder.name} does not end, although its node is gone"]
+        notes = reaper.reap(tmp_path)
+        assert supervisor.wait(PATIENCE) == -signal.SIGKILL
+        assert other.poll() is None, "only supervisors are killed"
+        assert notes == [f"the supervisor of {made.folder.name} does not exit, although its node is gone"]
     finally:
         other.kill()
         other.wait(PATIENCE)
-        keeper.kill()
-    assert leftovers.reap(tmp_path) == [f"removed what an earlier keeper left in {made.folder.name}"]
+        supervisor.kill()
+    assert reaper.reap(tmp_path) == [f"removed leftovers of an earlier supervisor in {made.folder.name}"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"3", b"[3, null]", b'["/sys/fs/cgroup/not-ours"]', b"\xff"])
-def test_a_damaged_list_of_groups_stops_nothing(tmp_path: Path, content: bytes) -> None:
-    made = leftovers.Instance.make(tmp_path)
+def test_a_damaged_group_list_does_not_stop_the_reaper(tmp_path: Path, content: bytes) -> None:
+    made = reaper.SupervisorFolder.make(tmp_path)
     (made.folder / "groups.json").write_bytes(content)
     os.close(made.lock)
     os.close(made.node)
-    assert leftovers.reap(tmp_path) == [f"removed what an earlier keeper left in {made.folder.name}"]
+    assert reaper.reap(tmp_path) == [f"removed leftovers of an earlier supervisor in {made.folder.name}"]
 
 
 PROCESSES = """
     import asyncio, os, sys
     from pathlib import Path
-    from towline.sandboxes.base import Spec
-    from towline.sandboxes.process import ProcessRuntime
+    from towline.sandboxes.base import SandboxSpec
+    from towline.sandboxes.process.runtime import ProcessRuntime
     from towline.schema import Network
 
     async def main():
         runtime = ProcessRuntime(Path(sys.argv[1]))
         await runtime.open()
-        sandbox = await runtime.create(Spec(network=Network.OPEN))
+        sandbox = await runtime.create(SandboxSpec(network=Network.OPEN))
         await sandbox.start(["sh", "-c", "trap '' TERM; sleep 600 & sleep 600"])
-        print(sandbox._keeper.pid, flush=True)
+        print(sandbox._supervisor.pid, flush=True)
         await asyncio.sleep(600)
 
     asyncio.run(main())
@@ -141,14 +149,14 @@ PROCESSES = """
 def test_the_next_node_waits_for_process_sandboxes_to_end(tmp_path: Path) -> None:
     node = run(PROCESSES, tmp_path)
     assert node.stdout is not None
-    keeper = int(node.stdout.readline())
-    os.kill(keeper, signal.SIGSTOP)  # a machine so busy that it does not come to anything
+    supervisor = int(node.stdout.readline())
+    os.kill(supervisor, signal.SIGSTOP)  # as if the machine were too busy to run it
     node.kill()
     node.wait(PATIENCE)
-    waking = subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {keeper}"])
+    waking = subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {supervisor}"])
     asyncio.run(opened_and_closed(ProcessRuntime(tmp_path)))
     assert waking.wait(PATIENCE) == 0
-    assert not holding._began(keeper), "it has ended before the next node began"
+    assert not folders.start_time(supervisor), "it has exited before the next node started"
     assert not list(tmp_path.glob("sandbox-*"))
 
 
@@ -160,8 +168,8 @@ async def opened_and_closed(runtime: ProcessRuntime) -> None:
 SANDBOXES = """
     import asyncio, sys
     from pathlib import Path
-    from towline.sandboxes.base import Spec
-    from towline.sandboxes.bubblewrap import BubblewrapRuntime
+    from towline.sandboxes.base import SandboxSpec
+    from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
 
     async def main():
         runtime = BubblewrapRuntime(Path(sys.argv[1]))
@@ -169,7 +177,7 @@ SANDBOXES = """
         await runtime.open()
         print("open", flush=True)
         while True:
-            made = await asyncio.gather(*(runtime.create(Spec()) for _ in range(4)))
+            made = await asyncio.gather(*(runtime.create(SandboxSpec()) for _ in range(4)))
             await asyncio.gather(*(one.start(["sleep", "600"]) for one in made))
             await asyncio.gather(*(one.destroy() for one in made[:3]))
 
@@ -177,7 +185,7 @@ SANDBOXES = """
 """
 
 
-def test_nothing_is_left_of_nodes_that_are_killed_at_any_moment(tmp_path: Path) -> None:
+def test_nothing_is_left_of_nodes_killed_at_any_moment(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -192,9 +200,9 @@ def test_nothing_is_left_of_nodes_that_are_killed_at_any_moment(tmp_path: Path) 
         node.kill()
         node.wait(PATIENCE)
         folders |= {path.name for path in tmp_path.glob("keeper-*")}
-        notes = leftovers.reap(tmp_path)
+        notes = reaper.reap(tmp_path)
         assert not list(tmp_path.glob("keeper-*")), notes
-        assert not [note for note in notes if "would not go" in note or "does not end" in note]
+        assert not [note for note in notes if "could not be removed" in note or "does not exit" in note]
         names = {f"towline-{name.removeprefix('keeper-')}" for name in folders}
         assert not [path for path, below, _ in os.walk("/sys/fs/cgroup") for name in names & set(below)], notes
         assert str(tmp_path) not in Path("/proc/self/mountinfo").read_text()
@@ -202,17 +210,17 @@ def test_nothing_is_left_of_nodes_that_are_killed_at_any_moment(tmp_path: Path) 
 
 
 def marked(mark: str) -> list[str]:
-    """Processes of a node: their variables say so."""
+    """Processes of a node, by a mark in their environment."""
     found = []
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if mark.encode() in Path(f"/proc/{entry}/environ").read_bytes() and holding._began(int(entry)):
+            if mark.encode() in Path(f"/proc/{entry}/environ").read_bytes() and folders.start_time(int(entry)):
                 found.append(f"{entry} {Path(f'/proc/{entry}/cmdline').read_bytes()!r}")
     return found
 
 
-def test_a_list_is_what_was_recorded(tmp_path: Path) -> None:
-    made = leftovers.Instance.make(tmp_path)
+def test_groups_are_recorded(tmp_path: Path) -> None:
+    made = reaper.SupervisorFolder.make(tmp_path)
     made.record(["/sys/fs/cgroup/x"])
     assert json.loads((made.folder / "groups.json").read_text()) == ["/sys/fs/cgroup/x"]
     made.remove()

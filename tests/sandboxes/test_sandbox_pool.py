@@ -1,22 +1,23 @@
-"""The pool: warm sandboxes are handed out once, refilled behind the caller's back, bounded, and all gone in the end."""
+"""The pool: warm sandboxes are handed out once, refilled in the background, bounded, and all destroyed in the end."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from towline.sandboxes.base import SandboxError, Spec, execute
-from towline.sandboxes.bubblewrap import BubblewrapRuntime
-from towline.sandboxes.pool import Pool
+from towline.sandboxes.base import SandboxError, SandboxSpec, execute
+from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
+from towline.sandboxes.pool import SandboxPool
 
 
 class Counted:
-    """A runtime that counts: what is made, what lives, what is handed out twice."""
+    """A runtime that counts sandboxes: created and alive."""
 
     name = "counted"
 
@@ -27,7 +28,7 @@ class Counted:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def create(self, spec: Spec) -> Any:
+    async def create(self, spec: SandboxSpec) -> Any:
         await self.gate.wait()
         await asyncio.sleep(0)
         if self.failing:
@@ -41,7 +42,7 @@ class Counted:
 class CountedSandbox:
     _numbers = itertools.count()
 
-    def __init__(self, runtime: Counted, spec: Spec):
+    def __init__(self, runtime: Counted, spec: SandboxSpec):
         self.runtime, self.spec, self.id = runtime, spec, str(next(self._numbers))
         self.alive = True
 
@@ -49,9 +50,21 @@ class CountedSandbox:
         self.runtime.live.discard(self)
 
 
-async def settle(pool: Pool, count: int) -> None:
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(10_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("the condition did not become true")
+
+
+async def settle(pool: SandboxPool, count: int) -> None:
     for _ in range(1000):
-        if pool.warm_count == count and not any(shelf.making for shelf in pool._shelves.values()) and not pool._ending:
+        if (
+            pool.warm_count == count
+            and not any(warm.creating for warm in pool._pools.values())
+            and not pool._destroying
+        ):
             return
         await asyncio.sleep(0.001)
     raise AssertionError(f"{pool.warm_count} are warm, not {count}")
@@ -59,8 +72,8 @@ async def settle(pool: Pool, count: int) -> None:
 
 async def test_each_is_handed_out_once_and_refilled() -> None:
     runtime = Counted()
-    pool = Pool(runtime, size=2, makers=2)  # type: ignore[arg-type]
-    one, other = Spec(), Spec(workdir="/other")
+    pool = SandboxPool(runtime, size=2, concurrency=2)  # type: ignore[arg-type]
+    one, other = SandboxSpec(), SandboxSpec(workdir="/other")
     taken = await asyncio.gather(*(pool.acquire(one if number % 2 else other) for number in range(20)))
     assert len({sandbox.id for sandbox in taken}) == 20
     assert [sandbox.spec for sandbox in taken] == [one if number % 2 else other for number in range(20)]
@@ -72,53 +85,52 @@ async def test_each_is_handed_out_once_and_refilled() -> None:
     assert runtime.made == made + 1
     assert len(runtime.live) == 25
     await pool.close()
-    assert len(runtime.live) == 21, "what was handed out stays its holder's"
+    assert len(runtime.live) == 21, "handed-out sandboxes still belong to their callers"
     assert warm in runtime.live
     with pytest.raises(SandboxError, match="closed"):
         await pool.acquire(one)
 
 
-async def test_all_specs_together_are_bounded_and_the_least_wanted_goes() -> None:
+async def test_all_specs_together_are_bounded_and_the_least_recently_used_goes() -> None:
     runtime = Counted()
-    pool = Pool(runtime, size=2, most=4)  # type: ignore[arg-type]
-    specs = [Spec(workdir=f"/{number}") for number in range(5)]
-    for spec in specs:
+    pool = SandboxPool(runtime, size=2, max_warm=4)  # type: ignore[arg-type]
+    specs = [SandboxSpec(workdir=f"/{number}") for number in range(5)]
+    for number, spec in enumerate(specs, 1):
         pool.warm(spec, 2)
-        await asyncio.sleep(0.01)
-    await settle(pool, 4)
+        await settle(pool, min(2 * number, 4))
     assert sorted(sandbox.spec.workdir for sandbox in runtime.live) == ["/3", "/3", "/4", "/4"]
     await pool.close()
     assert not runtime.live
 
 
-async def test_what_is_being_made_is_waited_for_and_a_cancelled_caller_loses_nothing() -> None:
+async def test_callers_wait_for_what_is_being_created_and_a_cancelled_one_loses_nothing() -> None:
     runtime = Counted()
-    pool = Pool(runtime, size=1)  # type: ignore[arg-type]
-    spec = Spec()
+    pool = SandboxPool(runtime, size=1)  # type: ignore[arg-type]
+    spec = SandboxSpec()
     runtime.gate.clear()
     pool.warm(spec, 1)
     waiting = asyncio.create_task(pool.acquire(spec))
-    await asyncio.sleep(0.01)
+    await until(lambda: pool._pools[spec].waiting)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     again = asyncio.create_task(pool.acquire(spec))
-    await asyncio.sleep(0.01)
+    await until(lambda: pool._pools[spec].waiting)
     runtime.gate.set()
     sandbox = await again
     await settle(pool, 1)
-    assert runtime.made == 2, "one that was waited for, one that replaces it"
+    assert runtime.made == 2, "the one waited for, and its replacement"
     assert sandbox in runtime.live
     await pool.close()
     assert runtime.live == {sandbox}
 
 
-async def test_failures_reach_who_acquires_and_dead_ones_are_not_handed_out() -> None:
+async def test_failures_reach_the_caller_and_dead_sandboxes_are_not_handed_out() -> None:
     runtime = Counted()
-    pool = Pool(runtime, size=1, idle_seconds=0.2)  # type: ignore[arg-type]
-    spec = Spec()
+    pool = SandboxPool(runtime, size=1, idle_seconds=0.2)  # type: ignore[arg-type]
+    spec = SandboxSpec()
     runtime.failing = "no more loops"
     pool.warm(spec, 1)
-    await asyncio.sleep(0.01)
+    await until(lambda: not pool._pools[spec].creating)
     with pytest.raises(SandboxError, match="no more loops"):
         await pool.acquire(spec)
     runtime.failing = ""
@@ -129,7 +141,7 @@ async def test_failures_reach_who_acquires_and_dead_ones_are_not_handed_out() ->
     taken = await pool.acquire(spec)
     assert taken is not dead
     await settle(pool, 1)
-    # What nobody wants for long goes.
+    # Idle sandboxes are discarded.
     await settle(pool, 0)
     assert runtime.live == {taken}
     await pool.close()
@@ -138,12 +150,12 @@ async def test_failures_reach_who_acquires_and_dead_ones_are_not_handed_out() ->
 async def test_with_real_sandboxes(tmp_path: Path) -> None:
     runtime = BubblewrapRuntime(tmp_path)
     await runtime.open()
-    pool = Pool(runtime, size=2)
-    spec = Spec()
+    pool = SandboxPool(runtime, size=2)
+    spec = SandboxSpec()
     pool.warm(spec, 2)
     taken = await asyncio.gather(*(pool.acquire(spec) for _ in range(4)))
     done = await asyncio.gather(*(execute(sandbox, ["sh", "-c", "ls -A; echo x > mine; ls"]) for sandbox in taken))
-    assert [run.stdout for run in done] == [b"mine\n"] * 4, "nobody sees what another wrote"
+    assert [run.stdout for run in done] == [b"mine\n"] * 4, "no sandbox sees what another one wrote"
     await asyncio.gather(*(sandbox.destroy() for sandbox in taken))
     await pool.close()
     await runtime.close()

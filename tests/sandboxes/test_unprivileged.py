@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from ordinary_user import SECONDS, run_tests
+
+from support.sandboxes.ordinary_user import SECONDS, run_tests
 
 pytestmark = pytest.mark.timeout(SECONDS)
 
-BUILDS = "tests/sandboxes/test_dockerfile.py"
+BUILDS = "tests/sandboxes/test_image_builds.py"
 BUILT = [f"{BUILDS}::test_built_in_bubblewrap"]
 
 
@@ -18,7 +19,7 @@ BUILT = [f"{BUILDS}::test_built_in_bubblewrap"]
     [
         (
             [
-                "tests/sandboxes/test_roots.py",
+                "tests/sandboxes/test_root_cache.py",
                 "tests/sandboxes/test_process.py",
                 *BUILT,
                 f"{BUILDS}::test_failures_leave_nothing",

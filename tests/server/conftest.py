@@ -1,4 +1,4 @@
-"""Both databases, and a service on each."""
+"""Fixtures for both databases, SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from postgres import Postgres, running_postgres
+
+from support.server.postgres import Postgres, running_postgres
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +27,7 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database, of either kind."""
+    """The URL of an empty database, SQLite or PostgreSQL."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/towline.db"
     return str(request.getfixturevalue("postgres").database())

@@ -1,7 +1,7 @@
-"""The rules of attempts and groups, whatever becomes of the samples.
+"""The rules of attempts and groups, for any outcome of the samples.
 
-Every sample yields one result and every task one group; a group has enough usable sessions, or none at all; nobody is tried
-more often than the task allows; what cannot be learnt from is never counted as if it could.
+Every sample yields one result and every task one group; a group has enough usable sessions, or none at all; no sample is
+tried more often than the task allows; unusable sessions never count as usable.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from server_rig import task
 
+from support.server.server_rig import task, until_idle
 from towline.benchmarks.fake_runner import FakeRunner
 from towline.config import ServerSettings
 from towline.schema import Result, SessionState, Task, Unit
-from towline.server.auth import ANYBODY
-from towline.server.results import Wish
+from towline.server.api.auth import ANONYMOUS
+from towline.server.delivery.leases import LeaseRequest
 from towline.server.service import Service
 
 
@@ -45,7 +45,7 @@ def tasks(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 def usable_in_the_end(given: dict[str, Any], sample: int) -> bool:
-    """Whether a sample that nobody stops comes to something that can be learnt from."""
+    """Whether a sample becomes usable if it is not cancelled."""
     options = given["harness_options"]
     lost, failing = options["lose"][sample], options["fail"][sample]
     if lost >= 3:
@@ -60,17 +60,18 @@ async def run(given_tasks: list[dict[str, Any]], folder: Path) -> tuple[list[Res
     service = Service(ServerSettings(data=folder, stop_seconds=0), FakeRunner(capacity=4))
     await service.open()
     try:
-        await service.submit([Task.model_validate(one) for one in given_tasks], ANYBODY, many=True)
+        await service.submit([Task.model_validate(one) for one in given_tasks], ANONYMOUS, many=True)
         wanted = {Unit.SESSION: sum(one["num_samples"] for one in given_tasks), Unit.GROUP: len(given_tasks)}
         found: dict[Unit, list[Result]] = {unit: [] for unit in Unit}
         for unit, count in wanted.items():
             while len(found[unit]) < count:
-                some = await service.lease(Wish("c", unit, 100, 600.0), 30.0)
+                some = await service.lease(LeaseRequest("c", unit, 100, 600.0), 30.0)
                 assert some.results, f"{len(found[unit])} of {count} came"
                 found[unit] += some.results
-        await asyncio.sleep(0.02)
+        await asyncio.gather(*service.scheduler.active.values())
+        await until_idle(service)
         for unit in Unit:
-            assert not (await service.lease(Wish("c", unit, 100, 600.0), 0.0)).results
+            assert not (await service.lease(LeaseRequest("c", unit, 100, 600.0), 0.0)).results
         return found[Unit.SESSION], found[Unit.GROUP]
     finally:
         await service.close()
@@ -79,7 +80,7 @@ async def run(given_tasks: list[dict[str, Any]], folder: Path) -> tuple[list[Res
 @given(made=tasks())
 @settings(max_examples=12, deadline=None)
 @example(made=[task("t0", 2, min_samples=1, max_attempts=1, harness_options={"fail": [0, 0], "lose": [0, 0], "hopeless": [False, False], "empty": [False, True], "seconds": [0.0, 0.0]})])  # fmt: skip
-def test_every_sample_and_every_group_comes_once(made: list[dict[str, Any]]) -> None:
+def test_every_sample_and_group_is_published_once(made: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         results, groups = asyncio.run(run(made, Path(folder)))
     known = {one["task_id"]: one for one in made}

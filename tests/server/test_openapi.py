@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document: whatever is sent, the service answers for itself and never breaks."""
+"""Requests generated from the OpenAPI document: every one gets a valid answer, and none causes a 500."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from postgres import Postgres
 from schemathesis import GenerationMode
-from server_rig import rig, task
 
+from support.server.postgres import Postgres
+from support.server.server_rig import rig, task
 from towline.schema import Problem, Role
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Iterator[tuple[str, str]]:
-    """A service in a thread of its own, since the requests are made by a client that blocks. PostgreSQL is the stricter."""
+    """A service in its own thread, since the client blocks. On PostgreSQL, which is stricter."""
     ready, urls, ends = threading.Event(), [], []
 
     async def serve() -> None:
@@ -48,7 +48,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, postgres: Postgres) -> Iter
 
 
 def test_no_request_breaks_the_service(served: tuple[str, str]) -> None:
-    """Every operation, with requests that keep to the document and with requests that do not."""
+    """Every operation, with valid and invalid requests."""
     url, key = served
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     statuses: Counter[int] = Counter()

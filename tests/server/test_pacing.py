@@ -1,4 +1,4 @@
-"""Pacing by the real service: what is started, what is withheld, and what a restart, a failure or another consumer changes."""
+"""Pacing in the real service: admission, withheld groups, restarts, failures, several consumers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_rig import Rig, rig, task
 
+from support.server.server_rig import Rig, rig, task, until_idle
 from towline.benchmarks.fake_runner import FakeOutcome, FakeRunner
 from towline.schema import Pacing, Result, Session, Task
-from towline.server import pacer
+from towline.server.pacing import pacer
 
 PACE = {"unit": "group", "groups_per_update": 2, "max_staleness": 1}
 
@@ -50,15 +50,13 @@ async def advance(r: Rig) -> None:
 
 
 async def started(r: Rig, count: int) -> list[str]:
-    """The tasks that were started, once they are so many; and no more in a while that is long for the scheduler."""
+    """The tasks that were started: exactly `count`, after the scheduler has looked at the queue again."""
     assert isinstance(r.runner, Held)
     for _ in range(3000):
         if len(r.runner.tasks) >= count:
             break
         await asyncio.sleep(0.01)
-    for _ in range(3):
-        r.service.signals.work.give()
-        await asyncio.sleep(0.05)
+    await until_idle(r.service)
     assert len(r.runner.tasks) == count
     return r.runner.tasks
 
@@ -78,9 +76,7 @@ async def pacing(r: Rig) -> Pacing:
     return Pacing.model_validate(await r.caller.ok("GET", "/v1/pacing"))
 
 
-async def test_sessions_start_at_the_pace_of_the_updates_and_old_groups_come_first(
-    database: str, tmp_path: Path
-) -> None:
+async def test_sessions_start_at_the_pace_of_updates_oldest_groups_first(database: str, tmp_path: Path) -> None:
     async with rig(tmp_path, database, Held()) as r:
         await asked(r, max=0)
         await r.caller.submit(*(task(f"t{n}", 2) for n in range(10)))
@@ -140,7 +136,7 @@ async def test_a_restart_keeps_the_pace(database: str, tmp_path: Path) -> None:
         assert (await started(r, 4))[3] == "t4"
 
 
-async def test_failures_and_unusable_groups_give_their_places_back(database: str, tmp_path: Path) -> None:
+async def test_failed_and_unusable_groups_free_their_slots(database: str, tmp_path: Path) -> None:
     async with rig(tmp_path, database, Held()) as r:
         await asked(r, max=0)
         broken = {"harness_options": {"fail": 99}, "max_attempts": 2}
@@ -161,7 +157,7 @@ async def test_failures_and_unusable_groups_give_their_places_back(database: str
         await started(r, 6)
 
 
-async def test_only_the_tasks_of_consumers_that_declare_a_pace_are_held(database: str, tmp_path: Path) -> None:
+async def test_only_tasks_of_paced_consumers_are_held(database: str, tmp_path: Path) -> None:
     async with rig(tmp_path, database, Held()) as r:
         await asked(r, max=0, prefix="run/")
         await r.caller.lease("other", "group", wait=0, max_staleness=1)
@@ -182,7 +178,7 @@ async def test_only_the_tasks_of_consumers_that_declare_a_pace_are_held(database
         await started(r, 17)
 
 
-async def test_a_consumer_that_wants_more_than_it_declared_is_not_locked_out(
+async def test_consumer_that_exceeds_its_pace_gets_one_more_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pacer, "STARVED", 0.2)

@@ -1,5 +1,5 @@
-"""The arithmetic of pacing, played through with random durations, failures and trainers: nobody is too old, nobody waits
-for ever, and every place that a group leaves is given to another."""
+"""The arithmetic of pacing, simulated with random durations, failures and trainers: no group is too old, no trainer waits
+forever, and every slot that a group frees is used again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towline.server.pacing import Pace, slack, taken
+from towline.server.pacing.pace import GroupPace, slack, taken_slots
 
 
 @dataclass
 class World:
-    """A service with so many slots, and a trainer that keeps its promise."""
+    """A service with a number of slots, and a trainer that keeps its promise."""
 
     size: int
     bound: int
@@ -38,10 +38,10 @@ class World:
     stalenesses: list[int] = field(default_factory=list)
     training_until: float | None = None
 
-    def pace(self) -> Pace:
+    def pace(self) -> GroupPace:
         slacks = [slack(one, self.bound, self.version) for one in self.finished]
         slacks += [slack(version, self.bound, self.version) for _, _, version in self.running]
-        return Pace.of(self.size, taken(self.used, len(self.hand), self.size), slacks)
+        return GroupPace.of(self.size, taken_slots(self.used, len(self.hand), self.size), slacks)
 
     def admit(self) -> None:
         pace = self.pace()
@@ -75,7 +75,7 @@ class World:
             self.training_until = self.now + self.random.expovariate(2.0)
 
     def step(self) -> bool:
-        """Until something happens; whether anything ever will."""
+        """Advance to the next event; returns whether there is one."""
         self.admit()
         self.take()
         self.admit()
@@ -107,7 +107,7 @@ class World:
     ahead=st.integers(0, 12),
     slow=st.sampled_from([1.0, 10.0, 100.0]),
 )
-def test_no_group_is_ever_too_old_and_the_trainer_never_waits_for_ever(
+def test_no_group_exceeds_its_bound_and_the_trainer_never_starves(
     size: int, bound: int, slots: int, seed: int, failing: float, useless: float, ahead: int, slow: float
 ) -> None:
     world = World(size, bound, slots, random.Random(seed), failing, useless, ahead, slow)
@@ -126,23 +126,21 @@ def test_no_group_is_ever_too_old_and_the_trainer_never_waits_for_ever(
     slacks=st.lists(st.integers(-2, 5), max_size=15),
     own=st.integers(0, 5),
 )
-def test_what_is_admitted_and_handed_out_leaves_all_others_their_places(
-    size: int, gone: int, slacks: list[int], own: int
-) -> None:
-    def fits(pace: Pace) -> bool:
+def test_admission_and_delivery_leave_slots_for_all_others(size: int, gone: int, slacks: list[int], own: int) -> None:
+    def fits(pace: GroupPace) -> bool:
         return all(
             sum(other <= one for other in pace.waiting) + pace.taken <= (one + 1) * pace.groups_per_update
             for one in pace.waiting
         )
 
-    pace = Pace.of(size, gone, slacks)
+    pace = GroupPace.of(size, gone, slacks)
     before = fits(pace)
     admitted = pace.admits(own)
     pace.admit(own)
     if before:
         assert admitted == fits(pace)
         assert pace.room(own, 100) == 0 or admitted
-    pace = Pace.of(size, gone, [*slacks, own])
+    pace = GroupPace.of(size, gone, [*slacks, own])
     delivered = pace.delivers(own)
     before = fits(pace)
     first = not any(0 <= one < own for one in slacks)
@@ -153,20 +151,20 @@ def test_what_is_admitted_and_handed_out_leaves_all_others_their_places(
 
 
 def test_the_numbers_of_a_small_case() -> None:
-    fresh = Pace.of(4, 0, [])
+    fresh = GroupPace.of(4, 0, [])
     assert fresh.room(2, 100) == 12  # three updates of four: versions 0, 1 and 2
-    assert Pace.of(4, 0, [2] * 12).room(2, 100) == 0
-    assert Pace.of(4, 4, [2] * 7).room(2, 100) == 1  # an update in hand
-    assert Pace.of(4, 0, [-1] * 50 + [None] * 50).room(2, 100) == 12  # what is too old anyway takes no place
-    assert Pace.of(4, 0, []).room(None, 100) == 100
-    assert not Pace.of(4, 0, []).admits(-1)
+    assert GroupPace.of(4, 0, [2] * 12).room(2, 100) == 0
+    assert GroupPace.of(4, 4, [2] * 7).room(2, 100) == 1  # an update in hand
+    assert GroupPace.of(4, 0, [-1] * 50 + [None] * 50).room(2, 100) == 12  # what is too old anyway takes no place
+    assert GroupPace.of(4, 0, []).room(None, 100) == 100
+    assert not GroupPace.of(4, 0, []).admits(-1)
     # Two groups of the update at hand still run: two of its four places are theirs.
-    late = Pace.of(4, 2, [0, 0, 1])
+    late = GroupPace.of(4, 2, [0, 0, 1])
     assert not late.delivers(1)
     assert late.delivers(0)
-    assert Pace.of(4, 1, [0, 0, 1]).delivers(1)
+    assert GroupPace.of(4, 1, [0, 0, 1]).delivers(1)
     # A consumer that uses more than it promised before the version advances does not lock itself out.
-    assert taken(100, 3, 4) == 7
+    assert taken_slots(100, 3, 4) == 7
     assert slack(None, 2, 7) == 2
     assert slack(5, 2, 7) == 0
     assert slack(5, None, 7) is None

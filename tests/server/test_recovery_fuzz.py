@@ -1,6 +1,6 @@
-"""Damaged journals, trajectory files, rows and segments: every start succeeds, and what is not damaged is there.
+"""Damaged journals, trajectory files, rows and segments: every start succeeds, and undamaged data survives.
 
-Damage is drawn from a seed, which is printed; `--fuzz-seed` draws others.
+Damage is random with a printed seed; `--fuzz-seed` sets it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import random
 import shutil
 import struct
-import types
 import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,23 +18,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gateway_rig import chat, message_of, results, running_gateway, user
-from server_rig import rig, task
 from sqlalchemy import select, text
 
-from towline.config import GatewaySettings
+from support.gateway.gateway_rig import chat, message_of, results, running_gateway, user
+from support.server.server_rig import rig, task
+from towline.common.files import QUARANTINE
+from towline.config import GatewaySettings, NodeSettings
+from towline.demo import tokenizer
 from towline.engines.scripted import ScriptedEngine
 from towline.gateway.gateway import Gateway
 from towline.gateway.journal import Disk, Record, encode, replay
 from towline.gateway.journal.segments import FRAME_HEADER, SegmentWriter, segment_path
-from towline.quarantine import FOLDER
+from towline.node.environment import SandboxRuntimes
+from towline.node.node import recover_sessions
 from towline.schema import Trajectory
-from towline.server import tables
-from towline.server.local import NodeRunner
-from towline.server.store import Store, database_url
-from towline.tiny import tokenizer
+from towline.server.store import tables
+from towline.server.store.database import Store, database_url
 from towline.tokens.loading import load_codec
-from towline.tokens.template import SentinelCodec
+from towline.tokens.templates.sentinel import SentinelCodec
 
 ROUNDS = 36
 """Random damages to each kind of file; more with `--fuzz-rounds`."""
@@ -60,7 +60,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 class Left:
-    """A data folder as a killed server left it: sessions that were open, of several turns each, in one journal."""
+    """A data folder as a killed server leaves it: open sessions of several turns each, in one journal."""
 
     def __init__(self, folder: Path, ids: list[str], reference: dict[str, list[int]]):
         self.folder = folder
@@ -95,24 +95,23 @@ def sampled(trajectory: Trajectory) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def started(codec: SentinelCodec, folder: Path) -> AsyncIterator[NodeRunner]:
+async def started(codec: SentinelCodec, folder: Path) -> AsyncIterator[Gateway]:
     gateway = Gateway(ScriptedEngine(codec), codec, GatewaySettings(port=0, control_port=0, data=folder))
     await gateway.open()
-    node = types.SimpleNamespace(
-        gateway=gateway, runtimes=types.SimpleNamespace(data=folder / "sandboxes"), data=folder
-    )
     try:
-        yield NodeRunner(node)  # type: ignore[arg-type]
+        yield gateway
     finally:
         await gateway.close()
 
 
 async def recovered(codec: SentinelCodec, folder: Path, ids: list[str]) -> dict[str, list[int]]:
-    """What a start gives of the sessions that were open."""
-    async with started(codec, folder) as runner:
-        found = {one.session_id: sampled(one) async for one in runner.recover(set(ids))}
+    """What a start recovers of the open sessions."""
+    runtimes = SandboxRuntimes(NodeSettings(), folder / "sandboxes", folder / "cache")
+    async with started(codec, folder) as gateway:
+        found = {one.session_id: sampled(one) async for one in recover_sessions(gateway, runtimes, set(ids))}
         for id in found:
-            await runner.discard(id)
+            await gateway.release(id)
+            gateway.trajectory_file(id).unlink(missing_ok=True)
         return found
 
 
@@ -122,7 +121,7 @@ def segment(folder: Path) -> Path:
 
 
 def frames(data: bytes) -> list[int]:
-    """Where frames begin."""
+    """Offsets of the frames."""
     found, at = [], data.find(b"\xff\xfa\xf5\xff")
     while at >= 0:
         found.append(at)
@@ -178,12 +177,12 @@ def newer(chance: random.Random, path: Path) -> None:
 
 
 def far_away(chance: random.Random, path: Path) -> None:
-    """A gap in the numbers."""
+    """A gap in the sequence numbers."""
     path.rename(path.with_name(f"{chance.randrange(100, 10**8):08d}.seg"))
 
 
 def with_records(change: Callable[[random.Random, list[Record]], None]) -> Callable[[random.Random, Path], None]:
-    """The segment written anew, with valid frames, and records that are not as they should be."""
+    """The segment rewritten with valid frames and invalid records."""
 
     def done(chance: random.Random, path: Path) -> None:
         made = list(replay(path.parent))
@@ -261,7 +260,7 @@ async def test_damaged_journals(
             if damage not in RECORDS:
                 # What is there is what was sampled: whole, or without turns at the end.
                 assert left.reference[id][: len(ids)] == ids, (damage, id)
-        kept = list((folder / FOLDER).rglob("*")) if (folder / FOLDER).exists() else []
+        kept = list((folder / QUARANTINE).rglob("*")) if (folder / QUARANTINE).exists() else []
         if damage in (flip, blank, newer) and found != left.reference:
             torn = evidence is not None and not any(one.is_file() and one.read_bytes() == evidence for one in kept)
             assert not torn or lacks_only_the_end(found, left), f"{damage.__name__}: the damaged segment is not kept"
@@ -271,16 +270,16 @@ async def test_damaged_journals(
             assert {one.fields["session"] for one in replay(aside)} == {aside.name.removeprefix("session-")}
         outcomes["whole" if found == left.reference else "some" if found else "none"] += 1
         # It is repaired: another start finds nothing to complain of.
-        async with started(codec, folder) as runner:
-            assert runner.node.gateway.sessions == {}
-        again = list((folder / FOLDER).rglob("*")) if (folder / FOLDER).exists() else []
+        async with started(codec, folder) as gateway:
+            assert gateway.sessions == {}
+        again = list((folder / QUARANTINE).rglob("*")) if (folder / QUARANTINE).exists() else []
         assert len(again) == len(kept), damage
         shutil.rmtree(folder)
     assert outcomes["some"], outcomes
 
 
 def lacks_only_the_end(found: dict[str, list[int]], left: Left) -> bool:
-    """As after a torn write: sessions from some record on."""
+    """As after a torn write: records are missing from some point on."""
     return all(left.reference[id][: len(ids)] == ids for id, ids in found.items())
 
 
@@ -290,7 +289,7 @@ def copied(left: Left, to: Path) -> Path:
 
 
 async def test_damaged_surroundings(codec: SentinelCodec, left: Left, tmp_path: Path) -> None:
-    """Folders where files should be, files where folders should be, and trajectory files that are none."""
+    """Folders in place of files, files in place of folders, and invalid trajectory files."""
     places = ["journal/lock", "journal/00000009.tmp", "trajectories/.x.tmp", "trajectories/session-1.arrow"]
     for name in [*places, "trajectories/other.arrow"]:
         folder = copied(left, tmp_path / name.replace("/", "-"))
@@ -313,10 +312,10 @@ async def test_damaged_surroundings(codec: SentinelCodec, left: Left, tmp_path: 
     folder = copied(left, tmp_path / "again")
     (folder / "trajectories" / "session-2.arrow").write_bytes(b"ARROW1 and then nothing")
     assert await recovered(codec, folder, left.ids) == left.reference
-    assert [one.name for one in (folder / FOLDER).iterdir()] == ["session-2.arrow"]
+    assert [one.name for one in (folder / QUARANTINE).iterdir()] == ["session-2.arrow"]
 
 
-async def test_a_session_that_cannot_be_built_is_one_line(
+async def test_session_that_cannot_be_built_logs_one_line(
     codec: SentinelCodec, left: Left, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = copied(left, tmp_path / "data")
@@ -324,9 +323,9 @@ async def test_a_session_that_cannot_be_built_is_one_line(
     with caplog.at_level(logging.ERROR):
         found = await recovered(codec, folder, left.ids)
     assert len(found) == 3
-    told = [record.getMessage() for record in caplog.records if record.name == "towline.quarantine"]
+    told = [record.getMessage() for record in caplog.records if record.name == "towline.common.files"]
     assert len(told) == 1
-    assert "it cannot be built" in told[0]
+    assert "cannot be built" in told[0]
     assert "\n" not in told[0]
 
 
@@ -336,7 +335,7 @@ async def test_a_session_that_cannot_be_built_is_one_line(
 async def test_damaged_rows_and_segments(
     database: str, tmp_path: Path, seed: int, request: pytest.FixtureRequest
 ) -> None:
-    """One value after the other is overwritten; after each the service starts, and does new work."""
+    """Overwrite one value after the other; after each, the service starts and runs new tasks."""
     chance = random.Random(seed)
     async with rig(tmp_path, database) as r:
         await r.caller.submit(*(task(f"old/{number}", 2) for number in range(6)))
@@ -362,12 +361,97 @@ async def test_damaged_rows_and_segments(
             raise AssertionError(f"round {number}, after {done}") from error
 
 
+async def test_rows_without_a_task_id_get_one(database: str, tmp_path: Path) -> None:
+    async with rig(tmp_path, database) as r:
+        await r.caller.submit(*(task(f"old/{number}", 2) for number in range(2)))
+        await r.caller.take(4, "first")
+    store = Store(database_url(database, tmp_path))
+    await store.open(serving=False)
+    async with store.write() as tx:
+        await tx.execute(text("UPDATE results SET task_id = ''"))
+        await tx.execute(text("UPDATE sessions SET task_id = '' WHERE task_id = 'old/1'"))
+    await store.close()
+    async with rig(tmp_path, database) as r:
+        sessions = await r.caller.lease("reader", max=100, wait=1)
+        assert sorted(one.task_id for one in sessions) == ["old/0", "old/0", "old/1", "old/1"]
+        # A group's row names nothing else: it is delivered, and can be acknowledged.
+        groups = await r.caller.lease("reader", unit="group", max=100, wait=1)
+        assert [one.task_id.startswith("damaged-") for one in groups] == [True, True]
+        assert (await r.caller.ack(*sessions, *groups, consumer="reader"))["unknown"] == []
+
+
+def header(chance: random.Random, path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[chance.choice([0, 5, 16, 18, 19, 21, 44, 47, 56, 59])] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def definition(chance: random.Random, path: Path) -> None:
+    """Rename a column in the definition of a table, or make the definition invalid."""
+    data = path.read_bytes()
+    path.write_bytes(
+        data.replace(*chance.choice([(b"\tsession_id ", b"\tsession_xx "), (b"CREATE TABLE", b"CREATE\xff\xffABLE")]))
+    )
+
+
+def page(chance: random.Random, path: Path) -> None:
+    """Zero a page other than the first, which lists the tables."""
+    data = bytearray(path.read_bytes())
+    start = chance.randrange(1, len(data) // 4096) * 4096
+    data[start : start + 4096] = bytes(4096)
+    path.write_bytes(data)
+
+
+def half(chance: random.Random, path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("damage", [header, definition, page, flip, half])
+async def test_damaged_database_file(damage: Callable[[random.Random, Path], None], tmp_path: Path, seed: int) -> None:
+    """The service starts with the rows that can be read; the file is kept."""
+    chance, file = random.Random(seed), tmp_path / "towline.db"
+    async with rig(tmp_path) as r:
+        await r.caller.submit(*(task(f"old/{number}", 2) for number in range(8)))
+        await r.caller.take(16, "first")
+        whole = {one.name for one in (tmp_path / "segments").rglob("*.arrow")}
+    for number in range(3):
+        # Each start may have moved what is in the write-ahead log.
+        damage(chance, file)
+        evidence = file.read_bytes()
+        async with rig(tmp_path) as r:
+            await r.caller.submit(task(f"new/{number}"))
+            await r.caller.until(f"/v1/tasks/new%2F{number}", state="done")
+            assert any(one.task_id == f"new/{number}" for one in await r.caller.lease("reader", max=1000, wait=1))
+            if damage in (header, definition):
+                assert (await r.caller.ok("GET", "/v1/tasks/old%2F0"))["state"] == "done"
+        assert evidence in salvaged_files(tmp_path) or damage is flip
+        assert whole <= {one.name for one in (tmp_path / "segments").rglob("*.arrow")}
+
+
+def salvaged_files(folder: Path) -> list[bytes]:
+    """The databases in the quarantine; nothing else of a salvage is left."""
+    assert {one.name for one in folder.glob("towline.db.*")} == {"towline.db.lock"}
+    return [one.read_bytes() for one in (folder / QUARANTINE).glob("towline.db*")]
+
+
+async def test_interrupted_salvage_is_completed(tmp_path: Path) -> None:
+    async with rig(tmp_path) as r:
+        await r.caller.submit(task("old"))
+        await r.caller.take(1)
+    file = tmp_path / "towline.db"
+    shutil.copy(file, tmp_path / "towline.db.salvaged")
+    file.write_bytes(b"damaged")
+    async with rig(tmp_path) as r:
+        assert (await r.caller.ok("GET", "/v1/tasks/old"))["state"] == "done"
+
+
 NEVER = {("alembic_version", "version_num"), ("meta", "name"), ("counters", "name")}
 """Which step the schema is at, and the names of things, are no values."""
 
 
 async def harm_row(chance: random.Random, database: str, folder: Path) -> str:
-    """Overwrite one value of one row that is no part of a key."""
+    """Overwrite one value of one row, outside of keys."""
     store = Store(database_url(database, folder))
     await store.open(serving=False)
     try:
@@ -397,7 +481,7 @@ async def harm_row(chance: random.Random, database: str, folder: Path) -> str:
 
 
 def wrong(chance: random.Random, column: Any, *, sqlite: bool) -> Any:
-    """A value that a damaged row may hold: of the column's type where the database insists on it."""
+    """A wrong value for a column, of its type where the database enforces it."""
     kind = column.type.python_type
     if column.nullable and chance.random() < 0.2:
         return None

@@ -1,4 +1,4 @@
-"""`towline serve` as a person starts it: a real gateway, node, sandboxes and harness; only the model is scripted."""
+"""`towline serve` as a user starts it: real gateway, node, sandboxes and harness; only the model is scripted."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from typing import Any
 
 import aiohttp
 import pytest
-from server_rig import Caller
 
+from support.server.server_rig import Caller
 from towline.schema import Trajectory
 
-PROGRAM = Path(__file__).parents[1] / "node" / "program"
+PROGRAM = Path(__file__).parents[1] / "support" / "node" / "program"
 _PATIENCE = 120
 
 
 class Served:
-    """A `towline serve` of the test's own."""
+    """A `towline serve` process."""
 
     def __init__(self, data: Path, model: Path, **env: str):
         self.log = data.with_suffix(f".{secrets.token_hex(3)}.log")
@@ -36,7 +36,7 @@ class Served:
             self._process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=os.environ | env)
 
     async def listening(self) -> str:
-        """The URL; empty if it died first."""
+        """The URL; empty if the server died first."""
         for _ in range(_PATIENCE * 20):
             for line in self.log.read_text().splitlines():
                 if line.startswith('{"url"'):
@@ -47,7 +47,7 @@ class Served:
         raise AssertionError(self.log.read_text())
 
     async def ended(self, how: signal.Signals | None = None) -> int:
-        """Its exit code, once it has ended; by the signal, if one is given."""
+        """Wait for its end, after sending a signal if one is given; returns the exit code."""
         if how is not None:
             self._process.send_signal(how)
         return await asyncio.to_thread(self._process.wait, _PATIENCE)
@@ -89,7 +89,7 @@ def work(task_id: str, behaviour: str, mark: str = "", **fields: Any) -> dict[st
 
 
 def processes(mark: str) -> list[int]:
-    """Processes of this machine whose command line holds the mark."""
+    """Processes whose command line contains the mark."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -148,8 +148,8 @@ async def test_a_service_from_start_to_stop(model: Path, tmp_path: Path) -> None
         assert key not in process.log.read_text()
 
 
-async def test_a_sandbox_that_is_missing_holds_the_queue_until_it_is_there(model: Path, tmp_path: Path) -> None:
-    """`serve` says what is missing; what waits for it is kept; tasks that name what is absent are refused."""
+async def test_missing_sandbox_holds_the_queue_until_it_is_installed(model: Path, tmp_path: Path) -> None:
+    """`serve` reports what is missing; waiting tasks are kept; tasks that name the missing runtime are rejected."""
     programs = tmp_path / "bin"
     programs.mkdir()
     logs = {"TOWLINE_LOG__FORMAT": "json"}
@@ -171,7 +171,7 @@ async def test_a_sandbox_that_is_missing_holds_the_queue_until_it_is_there(model
                 "docker sandboxes do not work on this node",
             ),
             ({"sandbox": "bubblewrap"}, "environment.sandbox", "bubblewrap is not installed"),
-            ({"root": str(tmp_path / "none")}, "environment.root", "there is no root file system"),
+            ({"root": str(tmp_path / "none")}, "environment.root", "no root file system"),
             ({"sandbox": "process", "root": "/"}, "environment.root", "have no root of their own"),
         ):
             answer = await caller.call("POST", "/v1/tasks", work("wrong", "work", environment=environment))
@@ -191,7 +191,7 @@ async def test_a_sandbox_that_is_missing_holds_the_queue_until_it_is_there(model
 
 
 async def test_a_crash_leaves_no_process_and_loses_no_turn(model: Path, tmp_path: Path) -> None:
-    """kill -9 while harnesses run: the next server ends them, keeps what they said, and tries again."""
+    """kill -9 while harnesses run: the next server ends them, keeps their turns, and retries."""
     data, mark = tmp_path / "data", f"mark-{secrets.token_hex(6)}"
     async with served(data, model) as (process, caller):
         await caller.submit(work("hang", "hang", mark, num_samples=2, timeouts={"run": 500}))

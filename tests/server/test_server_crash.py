@@ -1,8 +1,8 @@
-"""kill -9 at named points and at random, on both databases: no task is lost, no result is lost, nothing comes again after
-its acknowledgement was answered, and nothing of a dead server is left when the next one listens.
+"""kill -9 at named points and at random, on both databases: no task and no result is lost, acknowledged results are never
+delivered again, and no process of a dead server is left when the next one listens.
 
-The first test has a runner that runs nothing, and so meets the server's own points many times; the second is
-`towline serve` with sandboxes, gateway and journal. `make test-crashes` takes every point there, too.
+The first test uses the fake runner, and so reaches the server's own crash points many times; the second is `towline serve`
+with sandboxes, gateway and journal. `make test-crashes` runs every point there, too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from crashing import SAMPLES, Trainer, hook, look
-from server_process import Nursery, Process
 
-from towline.tiny import tokenizer
+from support.server.crashing import SAMPLES, Trainer, hook, look
+from support.server.server_process import Nursery, Process
+from towline.demo import tokenizer
 
 POINTS = [
     f"server.{when}_{what}:{nth}"
@@ -51,7 +51,7 @@ NODE_POINTS = [
 ]
 """On the way of a turn, which only a real node has."""
 FEW = ["gateway.before_journal:5", "gateway.after_journal:5", "server.after_segment:2"]
-AGENT = Path(__file__).parents[1] / "node" / "program"
+AGENT = Path(__file__).parents[1] / "support" / "node" / "program"
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +63,25 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         nursery.close()
 
 
+def printed_random() -> random.Random:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
 @dataclass
 class Crashes:
-    """Servers on one store, one after the other, each of which dies."""
+    """Servers on one store, one after the other, which all die."""
 
     nursery: Nursery
     data: Path
     database: str
     serve: Sequence[str] = ()
     count: int = 0
-    keepers: set[str] = field(default_factory=set)
-    """Names that sandboxes' keepers had."""
+    supervisors: set[str] = field(default_factory=set)
+    """Names of the supervisors' folders."""
     latest: Process | None = None
+    moments: random.Random = field(default_factory=printed_random)
 
     async def at(self, point: str, trainer: Trainer) -> None:
         process = self.start(point)
@@ -84,9 +91,9 @@ class Crashes:
         self.count += 1
 
     async def at_random(self, longest: float, trainer: Trainer) -> None:
-        """At any moment after its start, or after it has begun to listen."""
+        """Kill at a random moment after the start, or after it listens."""
         process = self.start()
-        moment = partial(asyncio.get_running_loop().call_later, random.uniform(0.0, longest), process.kill)
+        moment = partial(asyncio.get_running_loop().call_later, self.moments.uniform(0.0, longest), process.kill)
         if self.count % 2:
             moment()
         if await self.ready(process):
@@ -102,28 +109,28 @@ class Crashes:
         return process
 
     def start(self, point: str = "") -> Process:
-        self.keepers |= self._folders()
+        self.supervisors |= self._folders()
         # So many crashes in so short a time would make suspects of sessions that did nothing.
         self.latest = self.nursery.start(self.data, self.database, point, self.serve, quarantine_deaths=0)
         return self.latest
 
     def end(self) -> None:
-        """A test that failed leaves no server to the next."""
+        """End the server, so that a failed test leaves none behind."""
         if self.latest is not None:
             self.latest.kill()
 
     async def ready(self, process: Process) -> bool:
-        """Whether it listens; then nothing of those before it is there any more."""
+        """Whether it listens; then no process of earlier servers may exist."""
         if not await process.listening():
             return False
-        before, now = self.keepers, self._folders()
+        before, now = self.supervisors, self._folders()
         assert before.isdisjoint(now), "folders of a dead server"
         await self._nothing_left(process)
-        self.keepers = before | now
+        self.supervisors = before | now
         return True
 
     async def none_left(self) -> None:
-        """After a server that ended in order."""
+        """Check after a clean shutdown."""
         assert self._folders() == set()
         await self._nothing_left(None)
 
@@ -140,10 +147,10 @@ class Crashes:
         return {path.name for path in (self.data / "sandboxes" / "bubblewrap").glob("keeper-*")}
 
     def _groups(self) -> list[str]:
-        """Control groups of keepers that are gone."""
-        if not self.keepers:
+        """Control groups of dead supervisors."""
+        if not self.supervisors:
             return []
-        names = {f"towline-{name.removeprefix('keeper-')}" for name in self.keepers}
+        names = {f"towline-{name.removeprefix('keeper-')}" for name in self.supervisors}
         return [f"{path}/{name}" for path, folders, _ in os.walk("/sys/fs/cgroup") for name in names & set(folders)]
 
     def _mounts(self) -> list[str]:
@@ -236,7 +243,7 @@ async def test_crashes_with_a_real_node(
 async def test_three_kills_with_the_default_attempts_and_damaged_journals(
     nursery: Nursery, database: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """After each kill a bit of the journal is flipped: every start succeeds, and every sample is there in the end."""
+    """Flip a bit of the journal after each kill: every start succeeds, and every sample ends."""
     (tmp_path / "model").mkdir()
     tokenizer.write(tmp_path / "model")
     data = tmp_path / "data"
@@ -264,7 +271,7 @@ async def test_three_kills_with_the_default_attempts_and_damaged_journals(
 
 
 def damage(journal: Path) -> None:
-    """Flip a bit in the middle of what was written last."""
+    """Flip a bit in the middle of the newest data."""
     path = max(journal.glob("*.seg"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 4

@@ -1,49 +1,19 @@
-"""Every route with every kind of key: a key of one role cannot do another's work."""
+"""Every route with every role: a key cannot use the routes of another role."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
-from server_rig import Caller, rig, task
 
+from support.server.routes import ROUTES, A, C, S
+from support.server.server_rig import Caller, rig, task
 from towline.benchmarks.fake_runner import FakeRunner
 from towline.config import ServerSettings
 from towline.errors import ConfigError
 from towline.schema import Role
-from towline.server.app import make_app
-from towline.server.serving import serving
-
-S, C, A = "submit", "consume", "admin"
-ROUTES: list[tuple[str, str, Any, set[str]]] = [
-    ("POST", "/v1/tasks", [], {S, A}),
-    ("GET", "/v1/tasks", None, {S, C, A}),
-    ("GET", "/v1/tasks/{task_id}", None, {S, C, A}),
-    ("DELETE", "/v1/tasks/{task_id}", None, {S, A}),
-    ("GET", "/v1/sessions", None, {S, C, A}),
-    ("GET", "/v1/sessions/{session_id}", None, {S, C, A}),
-    ("GET", "/v1/sessions/{session_id}/log", None, {C, A}),
-    ("GET", "/v1/sessions/{session_id}/trajectory", None, {C, A}),
-    ("POST", "/v1/trajectories", {"session_ids": []}, {C, A}),
-    ("GET", "/v1/results", None, {C, A}),
-    ("POST", "/v1/results/release", {"consumer": "c"}, {C, A}),
-    ("POST", "/v1/results/ack", {"consumer": "c", "result_ids": []}, {C, A}),
-    ("GET", "/v1/events", None, {S, C, A}),
-    ("GET", "/v1/pacing", None, {S, C, A}),
-    ("GET", "/v1/policy", None, {S, C, A}),
-    ("POST", "/v1/policy/pause", {}, {A}),
-    ("POST", "/v1/policy/resume", {}, {A}),
-    ("POST", "/v1/policy/weights", {"folder": "/none", "version": 1}, {A}),
-    ("GET", "/v1/nodes", None, {S, C, A}),
-    ("GET", "/v1/keys", None, {A}),
-    ("POST", "/v1/keys", {"roles": ["submit"]}, {A}),
-    ("DELETE", "/v1/keys/{key_id}", None, {A}),
-    ("GET", "/metrics", None, {S, C, A}),
-    ("GET", "/healthz", None, {S, C, A, "nobody", "stranger"}),
-    ("GET", "/livez", None, {S, C, A, "nobody", "stranger"}),
-]
+from towline.server.api.app import make_app, serving
 
 
 async def test_every_route_and_role(database: str, tmp_path: Path) -> None:
@@ -91,19 +61,19 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-async def test_submitters_do_not_get_the_machine(tmp_path: Path) -> None:
-    wish = task("reach", environment={"sandbox": "process"})
+async def test_submit_keys_cannot_use_the_host(tmp_path: Path) -> None:
+    request = task("reach", environment={"sandbox": "process"})
     async with rig(tmp_path) as r:
         made = await r.service.keys.create("", [Role.ADMIN])
         submitter = Caller(r.caller.web, (await r.service.keys.create("", [Role.SUBMIT])).key)
-        answer = await submitter.call("POST", "/v1/tasks", wish)
+        answer = await submitter.call("POST", "/v1/tasks", request)
         assert (answer.status, answer.body["field"]) == (403, "environment.sandbox")
-        assert (await Caller(r.caller.web, made.key).call("POST", "/v1/tasks", wish)).status == 200
+        assert (await Caller(r.caller.web, made.key).call("POST", "/v1/tasks", request)).status == 200
     async with rig(tmp_path, trust_submitters=True) as r:
-        assert (await Caller(r.caller.web, submitter.key).call("POST", "/v1/tasks", wish)).status == 200
+        assert (await Caller(r.caller.web, submitter.key).call("POST", "/v1/tasks", request)).status == 200
 
 
-async def test_without_keys_only_this_machine_is_answered(tmp_path: Path) -> None:
+async def test_service_without_keys_only_answers_loopback(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="keys create"):
         async with serving(ServerSettings(host="0.0.0.0", port=0, data=tmp_path), FakeRunner()):
             pass

@@ -1,4 +1,4 @@
-"""The service over HTTP, on both databases, with a runner that runs nothing."""
+"""The service over HTTP, on both databases, with the fake runner."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 import pytest
 from aiohttp import web
-from server_rig import rig, task
 
+from support.server.server_rig import rig, task, until_idle, until_waiting
 from towline.benchmarks.fake_runner import FakeRunner
 from towline.schema import SessionState, Trajectory
-from towline.server import names
-from towline.server import results as delivering
+from towline.server.delivery import leases as delivering
+from towline.server.store import tables as names
 
 
 async def test_from_task_to_rows(database: str, tmp_path: Path) -> None:
-    """Submit, follow, lease, read the tokens, acknowledge; a task's name may hold slashes."""
+    """Submit, poll, lease, read the tokens, acknowledge; a task id may contain slashes."""
     async with rig(tmp_path, database) as r:
         caller = r.caller
         body = task("org/repo/issue 7", 3, metadata={"level": "hard", "ünïcode": "\ud800"})
@@ -61,19 +61,19 @@ async def test_from_task_to_rows(database: str, tmp_path: Path) -> None:
         assert r.runner.forgotten == [body["task_id"]]
 
 
-async def test_what_is_refused_says_why(tmp_path: Path) -> None:
+async def test_rejected_tasks_name_field_and_reason(tmp_path: Path) -> None:
     async with rig(tmp_path, queue=10) as r:
         await r.caller.submit(task("a"))
         cases: list[tuple[Any, int, str | None, str]] = [
             (task("a", 2), 409, "task_id", "another task has the id 'a'"),
             ([task("b"), task("b", 2)], 409, "[1].task_id", "another task has the id 'b'"),
-            (task("b", harness="other"), 422, "harness", "there is: fake"),
+            (task("b", harness="other"), 422, "harness", "available: fake"),
             ([task("b"), task("c", harness_options={"x": 1})], 422, "[1].harness_options", "no option 'x'"),
             (task("b", 0), 422, "num_samples", "greater than or equal to 1"),
             (task("b", 2, min_samples=3), 422, None, "min_samples 3 exceeds num_samples 2"),
             (task("b", nonsense=1), 422, "nonsense", "Extra inputs"),
             (task("b", environment={"files": [{"target": "x", "text": ""}]}), 422, "environment.files[0].target", "match"),
-            (task("b", 11), 422, "num_samples", "more than the queue holds"),
+            (task("b", 11), 422, "num_samples", "exceeds the queue limit"),
             (task("b", priority=2**40), 422, "priority", "at most"),
             (task("b", callback="http://10.0.0.1/"), 422, "callback", "callback_hosts"),
             (task("b", callback="ftp://localhost/"), 422, "callback", "http or https"),
@@ -107,7 +107,7 @@ async def test_what_is_refused_says_why(tmp_path: Path) -> None:
         ).status == 413
 
 
-async def test_a_full_queue_says_when_to_come_back(database: str, tmp_path: Path) -> None:
+async def test_full_queue_answers_429_with_retry_after(database: str, tmp_path: Path) -> None:
     async with rig(tmp_path, database, FakeRunner(capacity=2), queue=5) as r:
         await r.caller.submit(task("running", 2, harness_options={"hang": True}))
         await r.caller.until("/healthz", waiting=0, active=2)
@@ -121,7 +121,7 @@ async def test_a_full_queue_says_when_to_come_back(database: str, tmp_path: Path
 
 
 async def test_priority_and_order(database: str, tmp_path: Path) -> None:
-    """The most urgent first, then those who came first, whole groups before later ones; never more than there is room."""
+    """By priority, then by submission, whole groups before later ones; never more than the capacity."""
     async with rig(tmp_path, database, FakeRunner(capacity=1)) as r:
         await r.caller.submit(task("first", harness_options={"hang": True}))
         await r.caller.until("/healthz", active=1)
@@ -157,7 +157,7 @@ async def test_pages_of_tasks(tmp_path: Path) -> None:
 
 
 async def test_attempts(database: str, tmp_path: Path) -> None:
-    """Failed and lost attempts are archived and tried again under new names; one result a sample, whatever happens."""
+    """Failed and lost attempts are archived and retried as new sessions; each sample has one result."""
     async with rig(tmp_path, database) as r:
         await r.caller.submit(
             task("fails", 2, harness_options={"fail": [2, 0]}),
@@ -204,7 +204,7 @@ async def test_attempts(database: str, tmp_path: Path) -> None:
         ]
 
 
-async def test_enough_samples_end_the_rest(database: str, tmp_path: Path) -> None:
+async def test_min_samples_cancel_the_remaining_sessions(database: str, tmp_path: Path) -> None:
     options = {"hang": [False, False, True, True, True, True], "empty": [False, False, False]}
     async with rig(tmp_path, database, FakeRunner(capacity=4)) as r:
         await r.caller.submit(task("early", 6, min_samples=2, harness_options=options))
@@ -272,28 +272,26 @@ async def test_consumers_are_independent(database: str, tmp_path: Path) -> None:
 
 
 async def test_waiting_for_results(tmp_path: Path) -> None:
-    """Whoever waits is told at once; whoever waits in vain gets an empty answer; a stop answers everybody."""
+    """Waiting consumers get results at once, an empty answer at the timeout, and an answer when the service stops."""
     async with rig(tmp_path) as r:
-        loop = asyncio.get_running_loop()
+        results = r.service.signals.results
         waiting = [asyncio.create_task(r.caller.lease(f"c{n}", wait=50)) for n in range(20)]
-        await asyncio.sleep(0.05)
+        await until_waiting(results)
         assert await r.caller.lease(wait=0.05) == []
-        began = loop.time()
         await r.caller.submit(task("a"))
         assert [len(await one) for one in waiting] == [1] * 20
-        assert loop.time() - began < 40
         left = asyncio.create_task(r.caller.lease("killed", start="now", wait=50))
-        await asyncio.sleep(0.2)
-        left.cancel()  # its connection is cut while the service still waits on its behalf
+        await until_waiting(results)
+        left.cancel()  # the client disconnects while the service waits on its behalf
         await asyncio.gather(left, return_exceptions=True)
-        await asyncio.sleep(0.2)
+        await until_waiting(results, False)
         await r.caller.submit(task("b"))
         assert [one.delivery for one in await r.caller.lease("killed", lease=50)] == [1]
         assert await r.caller.ok("POST", "/v1/results/release", {"consumer": "killed"}) == {"released": 1}
         assert [one.delivery for one in await r.caller.take(1, "killed")] == [2]
         await r.caller.take(1, "c0")
         stopped = asyncio.create_task(r.caller.lease("c0", wait=50))
-        await asyncio.sleep(0.05)
+        await until_waiting(results)
         r.service.stop()
         assert await stopped == []
 
@@ -312,7 +310,7 @@ async def test_policy_and_staleness(database: str, tmp_path: Path) -> None:
         }
         assert r.runner.paused
         await caller.submit(task("v2", 2))
-        await asyncio.sleep(0.1)
+        await until_idle(r.service)
         assert (await caller.ok("GET", "/v1/tasks/v2"))["state"] == "queued"  # nothing starts while paused
         folder = {"folder": str(tmp_path / "new"), "version": 1}
         assert await caller.ok("POST", "/v1/policy/weights", folder) == {"version": 1, "paused": True}
@@ -357,6 +355,28 @@ async def test_policy_and_staleness(database: str, tmp_path: Path) -> None:
         assert await r.caller.ok("GET", "/v1/policy") == {"version": 5, "paused": True}
 
 
+async def test_weights_that_are_gone_pause_sampling_until_there_are_others(database: str, tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("w")
+    async with rig(tmp_path, database) as r:
+        await r.caller.ok("POST", "/v1/policy/weights", {"folder": str(tmp_path / "old"), "version": 3})
+    (tmp_path / "old").rename(tmp_path / "moved")
+    async with rig(tmp_path, database) as r:
+        assert await r.caller.ok("GET", "/v1/policy") == {"version": 3, "paused": True}
+        assert r.runner.paused
+        moved = {"folder": str(tmp_path / "moved"), "version": 3}
+        assert await r.caller.ok("POST", "/v1/policy/weights", moved) == {"version": 3, "paused": False}
+        assert not r.runner.paused
+        # A pause that was asked for stays.
+        await r.caller.ok("POST", "/v1/policy/pause")
+    (tmp_path / "moved").rename(tmp_path / "old")
+    async with rig(tmp_path, database) as r:
+        old = {"folder": str(tmp_path / "old"), "version": 3}
+        assert await r.caller.ok("POST", "/v1/policy/weights", old) == {"version": 3, "paused": True}
+        assert r.runner.paused
+
+
 async def test_events(database: str, tmp_path: Path) -> None:
     async with rig(tmp_path, database) as r:
         await r.caller.submit(task("a", 2, harness_options={"fail": [1, 0]}))
@@ -382,13 +402,13 @@ async def test_events(database: str, tmp_path: Path) -> None:
         assert kinds[0] == "missed"
         assert len(kinds) == 4
         live = asyncio.create_task(r.caller.call("GET", "/v1/events", limit=1))
-        await asyncio.sleep(0.1)
+        await until_waiting(r.service.signals.events)
         await r.caller.submit(task("b"))
         assert '"task_id":"b"' in (await live).body.decode()
 
 
 async def test_callbacks(database: str, tmp_path: Path) -> None:
-    """Told when the group is there, again if it is not answered well, through a restart too; redirects are not followed."""
+    """Sent when the group is complete, retried on errors and after a restart; redirects are not followed."""
     told: list[dict[str, Any]] = []
     answers = [503, 302, 200]
     twice, thrice = asyncio.Event(), asyncio.Event()
@@ -419,7 +439,7 @@ async def test_callbacks(database: str, tmp_path: Path) -> None:
 
 
 async def test_retention(database: str, tmp_path: Path) -> None:
-    """What everybody alive has used goes, with its files; what somebody needs stays; the silent keep nothing."""
+    """Tasks that all live consumers have acknowledged are removed with their files; silent consumers keep nothing."""
     async with rig(tmp_path, database, keep_seconds=100, silent_seconds=1000) as r:
         await r.caller.submit(task("a", 2), task("b"))
         used = await r.caller.take(3)
@@ -446,10 +466,8 @@ async def test_retention(database: str, tmp_path: Path) -> None:
         assert (await r.caller.submit(task("a", 2)))[0]["created"]
 
 
-async def test_a_consumer_follows_some_tasks_only(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two trainers on one service: neither sees, nor keeps, what is the other's."""
+async def test_consumer_with_a_prefix(database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two trainers on one service: neither sees, or keeps, the other's results."""
     monkeypatch.setattr(delivering, "_SCANNED", 4)  # so that one look is not enough to get past the others' results
     async with rig(tmp_path, database, keep_seconds=100, silent_seconds=1000) as r:
         await r.caller.submit(*(task(f"ours/{number}", 3) for number in range(4)), task("mine/a", 2), task("mine_/b"))
@@ -474,7 +492,7 @@ async def test_a_consumer_follows_some_tasks_only(
         assert left == {"mine/late", "ours/late", *(f"ours/{number}" for number in range(4))}
 
 
-async def test_a_graceful_stop_loses_nothing(database: str, tmp_path: Path) -> None:
+async def test_graceful_shutdown_loses_nothing(database: str, tmp_path: Path) -> None:
     async with rig(tmp_path, database, FakeRunner(capacity=2)) as r:
         await r.caller.submit(task("a", 4, max_attempts=1, harness_options={"seconds": 0.3}))
         await r.caller.until("/healthz", active=2)
@@ -485,8 +503,8 @@ async def test_a_graceful_stop_loses_nothing(database: str, tmp_path: Path) -> N
         assert sorted(one.sessions[0].attempt for one in results) == [1, 1, 2, 2]
 
 
-async def test_a_runner_in_trouble_uses_up_no_attempt(database: str, tmp_path: Path) -> None:
-    """A full disk stops the journal, say: what waits goes on waiting for a server that can run it."""
+async def test_broken_runner_costs_no_attempt(database: str, tmp_path: Path) -> None:
+    """If the journal stops, for example on a full disk, the queue waits for a server that can run it."""
     async with rig(tmp_path, database, FakeRunner(capacity=2)) as r:
         await r.caller.submit(task("a", 4, max_attempts=1, harness_options={"seconds": 0.2, "fail": 1}))
         await r.caller.until("/healthz", active=2)
@@ -506,7 +524,7 @@ async def test_a_runner_in_trouble_uses_up_no_attempt(database: str, tmp_path: P
         assert sorted(one.sessions[0].attempt for one in results) == [1, 1, 1, 2, 2]
 
 
-async def test_a_damaged_segment_is_not_handed_out(tmp_path: Path) -> None:
+async def test_damaged_segment_is_not_delivered(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         await r.caller.submit(task("a"))
         (result,) = await r.caller.take(1)
@@ -519,8 +537,8 @@ async def test_a_damaged_segment_is_not_handed_out(tmp_path: Path) -> None:
         assert (answer.status, "hash differs" in answer.body["error"]) == (500, True)
 
 
-async def test_segments_anywhere(tmp_path: Path) -> None:
-    """A URL of fsspec instead of a folder; orphans are found there too."""
+async def test_segments_on_fsspec(tmp_path: Path) -> None:
+    """An fsspec URL instead of a folder; orphans are found there too."""
     async with rig(tmp_path, segments="memory://towline-test/segments") as r:
         await r.caller.submit(task("a", 2))
         results = await r.caller.take(2)

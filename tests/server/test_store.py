@@ -1,32 +1,34 @@
-"""The store itself: its schema, its one server, the order of its numbers, and a database that goes away."""
+"""The store: its schema, its single server, the order of its numbers, and database outages."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import signal
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from postgres import Postgres
-from server_rig import rig, row_of, task
 from sqlalchemy import insert, inspect, select, update
 from sqlalchemy.engine import Connection
 
+from support.server.postgres import Postgres
+from support.server.server_rig import rig, row_of, task
 from towline.benchmarks.fake_runner import FakeRunner
 from towline.config import ServerSettings
 from towline.errors import ConfigError
 from towline.schema import Unit
-from towline.server import tables
+from towline.server.api.app import serving
+from towline.server.delivery.leases import LeaseManager, LeaseRequest
 from towline.server.errors import StoreError
-from towline.server.results import Delivery, Wish
-from towline.server.serving import serving
-from towline.server.store import Store, database_url, take
+from towline.server.store import tables
+from towline.server.store.database import Store, database_url
+from towline.server.store.tables import take_numbers
 
 
-async def test_migrations_give_the_tables_of_the_code(database: str, tmp_path: Path) -> None:
+async def test_migrations_create_the_tables_of_the_code(database: str, tmp_path: Path) -> None:
     def differences(connection: Connection) -> list[object]:
         assert {"tasks", "sessions", "results"} < set(inspect(connection).get_table_names())
         return list(compare_metadata(MigrationContext.configure(connection), tables.metadata))
@@ -54,12 +56,12 @@ async def test_one_server_at_a_time(database: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["mysql://me@host/x", "nonsense"])
-def test_urls_that_are_none(url: str, tmp_path: Path) -> None:
+def test_invalid_database_urls(url: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"server\.database"):
         database_url(url, tmp_path)
 
 
-async def test_a_database_that_is_not_there(tmp_path: Path) -> None:
+async def test_unreachable_database(tmp_path: Path) -> None:
     secret = f"postgresql://me:hush@/none?host={tmp_path}"
     with pytest.raises(StoreError) as error:
         await Store(database_url(secret, tmp_path)).open()
@@ -67,24 +69,27 @@ async def test_a_database_that_is_not_there(tmp_path: Path) -> None:
 
 
 async def test_a_result_that_commits_late_is_not_skipped(database: str, tmp_path: Path) -> None:
-    """Transactions that publish take their time to commit; whoever reads meanwhile sees every number, in order."""
+    """Transactions that publish commit slowly; a concurrent reader sees every number, in order."""
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    rng = random.Random(seed)
     store = Store(database_url(database, tmp_path))
     await store.open()
-    delivery, seen, publishing = Delivery(store), [], True
+    delivery, seen, publishing = LeaseManager(store), [], True
 
     async def publish(times: int) -> None:
         for _ in range(times):
             async with store.write() as tx:
-                await asyncio.sleep(random.uniform(0, 0.005))
-                last = await take(tx, "results", 2)
-                await asyncio.sleep(random.uniform(0, 0.005))
+                await asyncio.sleep(rng.uniform(0, 0.005))
+                last = await take_numbers(tx, "results", 2)
+                await asyncio.sleep(rng.uniform(0, 0.005))
                 await tx.execute(insert(tables.results), [row_of(last - 1, 0), row_of(last, 0)])
-                await asyncio.sleep(random.uniform(0, 0.005))
+                await asyncio.sleep(rng.uniform(0, 0.005))
 
     async def read() -> None:
         while True:
             over = not publishing
-            found = await delivery.lease(Wish("c", Unit.SESSION, 3, 60.0), version=0, now=0.0)
+            found = await delivery.lease(LeaseRequest("c", Unit.SESSION, 3, 60.0), version=0, now=0.0)
             seen.extend(int(one.result_id.split("-")[1]) for one in found.results)
             if over and not found.results:
                 return
@@ -98,8 +103,8 @@ async def test_a_result_that_commits_late_is_not_skipped(database: str, tmp_path
     assert seen == list(range(1, 121))
 
 
-async def test_an_end_that_comes_too_late_changes_nothing(database: str, tmp_path: Path) -> None:
-    """Another server has taken a session's place: what the first still says of it is not heard."""
+async def test_late_end_changes_nothing(database: str, tmp_path: Path) -> None:
+    """The end of a session that belongs to another epoch is ignored."""
     async with rig(tmp_path, database) as r:
         await r.caller.submit(task("a", harness_options={"hang": True}))
         await r.caller.until("/healthz", active=1)
@@ -113,8 +118,8 @@ async def test_an_end_that_comes_too_late_changes_nothing(database: str, tmp_pat
         assert await r.caller.lease(wait=0) == []
 
 
-async def test_a_database_that_goes_away(postgres: Postgres, tmp_path: Path) -> None:
-    """Calls are told to come back; sessions that end meanwhile wait for it, and nothing is lost."""
+async def test_database_outage_loses_nothing(postgres: Postgres, tmp_path: Path) -> None:
+    """Calls are answered with 503; sessions that end meanwhile wait, and nothing is lost."""
     async with rig(tmp_path, postgres.database()) as r:
         await r.caller.submit(task("a", 4, harness_options={"seconds": 0.3}))
         await r.caller.until("/healthz", active=4)

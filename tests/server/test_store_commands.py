@@ -1,4 +1,4 @@
-"""`towline store verify` and `towline store move`: what is damaged is named, and what is moved is all there."""
+"""`towline store verify` and `towline store move`: damage is reported, and moves are complete."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 
 import pytest
 import typer
-from postgres import Postgres
-from server_rig import rig, task
 from typer.testing import CliRunner
 
+from support.server.postgres import Postgres
+from support.server.server_rig import rig, task
 from towline.cli.store import app
 from towline.errors import ConfigError
 from towline.schema import Trajectory
-from towline.server import maintenance, ownership, tables
 from towline.server.errors import StoreError
-from towline.server.store import Store, database_url
+from towline.server.store import maintenance, ownership, tables
+from towline.server.store.database import Store, database_url
+from towline.server.store.tables import get_meta
 
 
 async def store(*words: str) -> tuple[int, Any]:
-    """The command, in a thread of its own: it has an event loop."""
+    """Run the command in its own thread, since it has an event loop."""
     done = await asyncio.to_thread(CliRunner().invoke, app, [*words, "--json"])
     if done.exception is not None and not isinstance(done.exception, SystemExit | typer.Exit):
         raise done.exception
     return done.exit_code, json.loads(done.stdout) if done.stdout.strip() else None
 
 
-async def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
+async def test_verify_reports_damage(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         await r.caller.submit(task("t", 4))
         results = await r.caller.take(4)
@@ -57,7 +58,7 @@ def files(data: Path) -> list[Path]:
 
 @pytest.mark.parametrize("direction", ["to postgresql", "to sqlite"])
 async def test_a_moved_store_continues_where_it_was(direction: str, tmp_path: Path, postgres: Postgres) -> None:
-    """Database and location at once: acknowledged results stay so, leased ones come again, the rest is delivered."""
+    """Move database and location at once: acknowledged results stay acknowledged, leased ones are delivered again."""
     ours, theirs = f"sqlite:///{tmp_path}/other.db", postgres.database()
     old, new = (ours, theirs) if direction == "to postgresql" else (theirs, ours)
     place = str(tmp_path / "elsewhere")
@@ -68,14 +69,14 @@ async def test_a_moved_store_continues_where_it_was(direction: str, tmp_path: Pa
         leased = {one.result_id for one in results[2:]}
         with pytest.raises(StoreError, match="another server uses this database"):
             await move(tmp_path, old, new, place)
-    told = await move(tmp_path, old, new, place)
-    assert told["segments"]["damaged"] == {}
+    output = await move(tmp_path, old, new, place)
+    assert output["segments"]["damaged"] == {}
     # Neither the old location nor the old database is the store's any more.
     with pytest.raises(ConfigError, match="holds only an older copy of them"):
         async with rig(tmp_path, new):
             pass
     # Running it again changes nothing.
-    assert (await move(tmp_path, old, new, None))["database"] == told["database"]
+    assert (await move(tmp_path, old, new, None))["database"] == output["database"]
     async with rig(tmp_path, new, segments=place) as r:
         await r.caller.ok("POST", "/v1/results/release", {"consumer": "c"})
         again = await r.caller.take(4)
@@ -93,7 +94,7 @@ async def test_a_moved_store_continues_where_it_was(direction: str, tmp_path: Pa
             pass
 
 
-async def test_what_was_damaged_before_stays_so_and_stops_no_move(tmp_path: Path) -> None:
+async def test_existing_damage_does_not_stop_a_move(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         for number in range(4):
             await r.caller.submit(task(f"t{number}"))
@@ -108,8 +109,8 @@ async def test_what_was_damaged_before_stays_so_and_stops_no_move(tmp_path: Path
         code, before = await store("verify", "--data", str(tmp_path))
         assert (code, len(before["damaged"]), len(whole)) == (1, 3, 1)
         if not (tmp_path / "elsewhere").exists():
-            code, told = await store("move", "--data", str(tmp_path), "--to-segments", place)
-            assert (code, told["segments"]["damaged"].keys()) == (0, before["damaged"].keys())
+            code, output = await store("move", "--data", str(tmp_path), "--to-segments", place)
+            assert (code, output["segments"]["damaged"].keys()) == (0, before["damaged"].keys())
     async with rig(tmp_path, segments=place) as r:
         results = await r.caller.take(4, "other")
         assert sum(one.sessions[0].damaged is None for one in results) == 1
@@ -120,12 +121,12 @@ async def move(data: Path, old: str, new: str, place: str | None) -> Any:
     words += ["--to-segments", place] if place is not None else []
     config = data / "towline.toml"
     config.write_text(f'[server]\ndatabase = "{old}"\n')
-    code, told = await store(*words, "--config", str(config))
+    code, output = await store(*words, "--config", str(config))
     assert code == 0
-    return told
+    return output
 
 
-async def test_an_interrupted_move_is_run_again(tmp_path: Path, postgres: Postgres) -> None:
+async def test_interrupted_move_can_be_repeated(tmp_path: Path, postgres: Postgres) -> None:
     async with rig(tmp_path) as r:
         await r.caller.submit(task("t", 3))
         await r.caller.take(3)
@@ -141,7 +142,7 @@ async def test_an_interrupted_move_is_run_again(tmp_path: Path, postgres: Postgr
         with pytest.raises(KeyboardInterrupt):
             await maintenance.move_database(source, target, interrupt)
         async with source.read() as tx:
-            assert await ownership.get(tx, ownership.MOVED_TO) is None, "the old store is still the store"
+            assert await get_meta(tx, ownership.MOVED_TO) is None, "the old store is still the store"
         rows = await maintenance.move_database(source, target)
         assert rows["sessions"] == 3
         async with target.write() as tx:
@@ -151,7 +152,7 @@ async def test_an_interrupted_move_is_run_again(tmp_path: Path, postgres: Postgr
         await target.close()
 
 
-async def test_a_store_is_not_moved_onto_another(tmp_path: Path) -> None:
+async def test_store_is_not_moved_onto_another(tmp_path: Path) -> None:
     for name in ("a", "b"):
         async with rig(tmp_path / name) as r:
             await r.caller.submit(task(name, 1))
@@ -159,7 +160,7 @@ async def test_a_store_is_not_moved_onto_another(tmp_path: Path) -> None:
     other = f"sqlite:///{tmp_path}/b/towline.db"
     with pytest.raises(ConfigError, match="holds 1 tasks of another store"):
         await store("move", "--data", str(tmp_path / "a"), "--to-database", other)
-    with pytest.raises(ConfigError, match="say where to"):
+    with pytest.raises(ConfigError, match="no target"):
         await store("move", "--data", str(tmp_path / "a"))
-    with pytest.raises(ConfigError, match="there is no store in"):
+    with pytest.raises(ConfigError, match="no store in"):
         await store("verify", "--data", str(tmp_path / "nowhere"))

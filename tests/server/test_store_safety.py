@@ -1,4 +1,4 @@
-"""Stores that share a location, databases that were copied, and trajectories that are damaged: nothing else is lost."""
+"""Stores that share a location, copied databases, and damaged trajectories: nothing else is lost."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ import pyarrow as pa
 import pyarrow.ipc as ipc
 import pytest
 import typer
-from postgres import Postgres
-from server_rig import Caller, Rig, rig, task
 from sqlalchemy import select, update
 from typer.testing import CliRunner
 
-from towline.cli import service as commands
+from support.server.postgres import Postgres
+from support.server.server_rig import Caller, Rig, rig, task
+from towline.cli import service as export
 from towline.client import AsyncClient, Client, Delivered
 from towline.errors import ConfigError
 from towline.schema import Result, Trajectory
-from towline.schema.columns import VERSION_KEY
-from towline.schema.files import dump_json
-from towline.server import tables
-from towline.server.segments import MARKER, SCHEMA, Piece, Segments
-from towline.server.store import Store, database_url
+from towline.schema.files import VERSION_KEY, dump_json
+from towline.server.store import tables
+from towline.server.store.database import Store, database_url
+from towline.server.store.segments import MARKER, SCHEMA, Segments, SegmentSlice
 
 
 async def readable(caller: Caller, results: list[Result]) -> None:
@@ -42,7 +41,7 @@ async def readable(caller: Caller, results: list[Result]) -> None:
 
 @pytest.mark.parametrize("place", ["folder", "memory://towline-shared"])
 async def test_two_services_on_one_location(place: str, tmp_path: Path, postgres: Postgres) -> None:
-    """SQLite and PostgreSQL beside each other and one after the other, killed and not: each keeps all of its own."""
+    """SQLite and PostgreSQL side by side and in turn, killed and not: each keeps all of its own."""
     segments = str(tmp_path / "shared") if place == "folder" else f"{place}/{tmp_path.name}"
     databases = [None, postgres.database()]
     kept: list[list[Result]] = [[], []]
@@ -64,9 +63,13 @@ async def test_two_services_on_one_location(place: str, tmp_path: Path, postgres
         assert set(await asyncio.to_thread(lambda: own_files(a.service.segments))) == named
 
 
-async def orphan(r: Rig, session_id: str) -> list[Piece]:
+async def orphan(r: Rig, session_id: str) -> list[SegmentSlice]:
     found = await r.caller.ok("GET", f"/v1/sessions/{session_id}/trajectory")
-    return [one for one in await r.service.segments.write([Trajectory.model_validate(found)]) if isinstance(one, Piece)]
+    return [
+        one
+        for one in await r.service.segments.write([Trajectory.model_validate(found)])
+        if isinstance(one, SegmentSlice)
+    ]
 
 
 def own_files(segments: Segments) -> list[str]:
@@ -92,7 +95,7 @@ async def test_one_data_folder_and_two_databases(tmp_path: Path, postgres: Postg
             await readable(r.caller, kept[database])
 
 
-async def test_a_copied_database_takes_nothing_from_the_other(tmp_path: Path) -> None:
+async def test_copied_database_removes_nothing_of_the_original(tmp_path: Path) -> None:
     segments = str(tmp_path / "segments")
     async with rig(tmp_path / "a", segments=segments) as a:
         await a.caller.submit(task("first", 2))
@@ -118,7 +121,7 @@ async def test_a_copied_database_takes_nothing_from_the_other(tmp_path: Path) ->
 
 
 async def legacy(folder: Path, database: str | None = None) -> None:
-    """Make a store look as if it was written before stores had ids."""
+    """Turn a store into one without ids."""
     store = Store(database_url(database, folder))
     await store.open(serving=False)
     sessions, meta = tables.sessions, tables.meta
@@ -135,7 +138,7 @@ async def legacy(folder: Path, database: str | None = None) -> None:
         shutil.rmtree(path)
 
 
-async def test_segments_from_before_stores_had_ids(tmp_path: Path, postgres: Postgres) -> None:
+async def test_legacy_segments_are_readable(tmp_path: Path, postgres: Postgres) -> None:
     async with rig(tmp_path) as r:
         await r.caller.submit(task("a", 2), task("b"))
         kept = await r.caller.take(3)
@@ -150,7 +153,7 @@ async def test_segments_from_before_stores_had_ids(tmp_path: Path, postgres: Pos
         assert old_files(tmp_path)
 
 
-async def test_segments_from_before_stores_had_ids_go_with_their_tasks(tmp_path: Path) -> None:
+async def test_legacy_segments_are_removed_with_their_tasks(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         await r.caller.submit(task("a", 2))
         await r.caller.take(2)
@@ -161,7 +164,7 @@ async def test_segments_from_before_stores_had_ids_go_with_their_tasks(tmp_path:
         assert not old_files(tmp_path)
 
 
-async def test_only_a_location_with_the_stores_segments_is_taken(tmp_path: Path) -> None:
+async def test_location_without_the_segments_is_rejected(tmp_path: Path) -> None:
     async with rig(tmp_path) as r:
         await r.caller.submit(task("a", 2))
         kept = await r.caller.take(2)
@@ -199,7 +202,7 @@ async def test_only_a_location_with_the_stores_segments_is_taken(tmp_path: Path)
 
 
 async def one_segment(r: Rig, ids: list[str]) -> Path:
-    """Put the trajectories of sessions into one segment, in this order."""
+    """Write the trajectories of sessions into one segment, in this order."""
     found = [Trajectory.model_validate(await r.caller.ok("GET", f"/v1/sessions/{one}/trajectory")) for one in ids]
     pieces = await r.service.segments.write(found)
     await point(r, dict(zip(ids, pieces, strict=True)))
@@ -217,13 +220,13 @@ async def point(r: Rig, pieces: dict[str, Any]) -> None:
 Harm = Callable[[Rig, Path, list[str]], Awaitable[None]]
 
 
-async def piece_of(r: Rig, session_id: str) -> Piece:
+async def piece_of(r: Rig, session_id: str) -> SegmentSlice:
     (row,) = [row for row in await rows(r.service.store) if row.session_id == session_id]
-    return Piece.at(row.segment, row.place, row.sha256)
+    return SegmentSlice.at(row.segment, row.place, row.sha256)
 
 
-def to_file(harm: Callable[[Path, Piece], None]) -> Harm:
-    """Harm that is done to the segment, given where the second trajectory is in it."""
+def to_file(harm: Callable[[Path, SegmentSlice], None]) -> Harm:
+    """Damage to the segment, given the position of the second trajectory."""
 
     @functools.wraps(harm)
     async def done(r: Rig, path: Path, ids: list[str]) -> None:
@@ -233,7 +236,7 @@ def to_file(harm: Callable[[Path, Piece], None]) -> Harm:
 
 
 @to_file
-def flip(path: Path, second: Piece) -> None:
+def flip(path: Path, second: SegmentSlice) -> None:
     """One bit of the second trajectory."""
     data = bytearray(path.read_bytes())
     data[second.offset + second.length // 2] ^= 4
@@ -241,31 +244,31 @@ def flip(path: Path, second: Piece) -> None:
 
 
 @to_file
-def flip_end(path: Path, second: Piece) -> None:
-    """The file's own index: every trajectory is still whole."""
+def flip_end(path: Path, second: SegmentSlice) -> None:
+    """The file's own index: every trajectory is still intact."""
     data = path.read_bytes()
     path.write_bytes(data[:-400] + bytes(byte ^ 255 for byte in data[-400:]))
 
 
 @to_file
-def cut(path: Path, second: Piece) -> None:
+def cut(path: Path, second: SegmentSlice) -> None:
     """Everything behind the middle of the second trajectory."""
     path.write_bytes(path.read_bytes()[: second.offset + second.length // 2])
 
 
 @to_file
-def missing(path: Path, second: Piece) -> None:
+def missing(path: Path, second: SegmentSlice) -> None:
     path.unlink()
 
 
 @to_file
-def folder_instead(path: Path, second: Piece) -> None:
+def folder_instead(path: Path, second: SegmentSlice) -> None:
     path.unlink()
     path.mkdir()
 
 
 @to_file
-def empty(path: Path, second: Piece) -> None:
+def empty(path: Path, second: SegmentSlice) -> None:
     path.write_bytes(b"")
 
 
@@ -277,12 +280,12 @@ async def newer(r: Rig, path: Path, ids: list[str]) -> None:
 
 
 async def older(r: Rig, path: Path, ids: list[str]) -> None:
-    """The second trajectory as an earlier version wrote it, without columns that came since. It is not damaged."""
+    """The second trajectory as an earlier version wrote it, without newer columns. It is not damaged."""
     table = await r.service.segments.read(await piece_of(r, ids[1]))
     await point(r, {ids[1]: written(r, table.drop_columns(["failure"] if "failure" in table.column_names else []))})
 
 
-def written(r: Rig, table: pa.Table) -> Piece:
+def written(r: Rig, table: pa.Table) -> SegmentSlice:
     sink = pa.BufferOutputStream()
     with ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
@@ -291,7 +294,7 @@ def written(r: Rig, table: pa.Table) -> Piece:
     r.service.segments.location.write(name, data)
     with ipc.open_file(pa.py_buffer(data)) as file:
         assert file.num_record_batches == 1
-    return Piece(name, 0, 0, len(data), hashlib.sha256(data).hexdigest())
+    return SegmentSlice(name, 0, 0, len(data), hashlib.sha256(data).hexdigest())
 
 
 async def no_place(r: Rig, path: Path, ids: list[str]) -> None:
@@ -307,21 +310,21 @@ async def no_body(r: Rig, path: Path, ids: list[str]) -> None:
 
 
 HARMS: list[tuple[Harm, set[int], str]] = [
-    (flip, {1}, "a hash differs"),
+    (flip, {1}, "its hash differs"),
     (flip_end, set(), ""),
-    (cut, {1, 2}, "is cut off"),
+    (cut, {1, 2}, "is truncated"),
     (missing, {0, 1, 2}, "is missing"),
     (folder_instead, {0, 1, 2}, "cannot be read"),
-    (empty, {0, 1, 2}, "is cut off"),
+    (empty, {0, 1, 2}, "is truncated"),
     (newer, {1}, "99"),
     (older, set(), ""),
-    (no_place, {1}, "names no place"),
+    (no_place, {1}, "no valid position"),
     (no_body, {1}, "the row of this result is damaged"),
 ]
 
 
 @pytest.mark.parametrize(("harm", "lost", "reason"), HARMS, ids=[harm.__name__ for harm, _, _ in HARMS])
-async def test_damage_is_one_sessions_own(
+async def test_damage_affects_only_its_session(
     harm: Harm, lost: set[int], reason: str, database: str, tmp_path: Path
 ) -> None:
     async with rig(tmp_path, database) as r:
@@ -365,9 +368,9 @@ async def test_damage_is_one_sessions_own(
 
 
 async def exports(r: Rig, tmp_path: Path, expected: set[str]) -> None:
-    """The others are written, and the command says what it left out."""
+    """The others are exported, and the command reports what it left out."""
     app = typer.Typer()
-    app.command()(commands.export)
+    app.command()(export.export)
     out = tmp_path / "rows.parquet"
     for options in (["--json"], []):
         ran = await asyncio.to_thread(CliRunner().invoke, app, ["--out", str(out), "--url", r.url, *options])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from towline.tasks.coding import RUNNER, read
-from towline.tasks.errors import Place
+from towline.tasks.coding import RUNNER, read_coding_row
+from towline.tasks.fields import SourceLocation
 
 ADD = "def add(a, b):\n    return a + b\n"
 TESTS = ["assert add(1, 2) == 3", "import solution\nassert solution.add(-1, 1) == 0"]
@@ -21,7 +21,7 @@ SUM = "print(sum(map(int, input().split())))"
 
 
 def score(tmp_path: Path, row: dict[str, Any], solution: str | None) -> tuple[float, float]:
-    evaluator = read({"prompt": "p", **row}, Place(tmp_path / "rows.jsonl", 1))["evaluator"]
+    evaluator = read_coding_row({"prompt": "p", **row}, SourceLocation(tmp_path / "rows.jsonl", 1))["evaluator"]
     tests = json.loads(evaluator["files"][1]["text"]) | {"seconds": 2.0}
     (tmp_path / "tests.json").write_text(json.dumps(tests))
     if solution is not None:

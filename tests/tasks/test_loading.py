@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from towline.evaluators.registry import make_evaluator
 from towline.schema import Network, Task
-from towline.tasks.errors import TaskError
-from towline.tasks.loading import load
-from towline.tasks.oracle import oracle
-from towline.tasks.variables import MissingVariable, expand
+from towline.tasks.fields import TaskError
+from towline.tasks.harbor_toml import MissingVariable, expand
+from towline.tasks.loading import load_tasks
+from towline.tasks.oracle import oracle_task
 
 
 def lines(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
@@ -80,7 +80,7 @@ env = { HINT = "yes" }
 def test_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOWLINE_TEST_WHO", "me")
     folder = harbor(tmp_path / "full", FULL)
-    (task,) = load([folder], harness="codex", samples=3, harness_options={"dialect": "responses"})
+    (task,) = load_tasks([folder], harness="codex", samples=3, harness_options={"dialect": "responses"})
     environment = task.environment
     assert (task.task_id, task.instruction, task.harness, task.num_samples) == ("org/full", "Do it.\n", "codex", 3)
     assert task.harness_options == {"dialect": "responses"}
@@ -104,7 +104,7 @@ def test_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert task.metadata["difficulty"] == "hard"
     assert task.metadata["harbor"]["notes"] == [
         "ignored in task.toml: artifacts.destination, environment.future_key",
-        "allowed hosts cannot be enforced, so only the gateway is reachable, not example.com",
+        "an allow-list of hosts cannot be enforced: only the gateway is reachable, not example.com",
     ]
     # A task survives the way to a server and back.
     assert Task.model_validate_json(task.model_dump_json()) == task
@@ -112,7 +112,7 @@ def test_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_least_of_a_harbor_folder(tmp_path: Path) -> None:
     folder = harbor(tmp_path / "least")
-    (task,) = load([folder / "task.toml"], harness="pi")
+    (task,) = load_tasks([folder / "task.toml"], harness="pi")
     assert (task.task_id, task.environment.workdir, task.environment.build) == (
         "least",
         "/srv/app",
@@ -126,7 +126,7 @@ def test_the_least_of_a_harbor_folder(tmp_path: Path) -> None:
     public = harbor(
         tmp_path / "public", '[environment]\nnetwork_mode = "public"\n', environment__Dockerfile="FROM debian\n"
     )
-    (task,) = load([public], harness="pi")
+    (task,) = load_tasks([public], harness="pi")
     assert (task.environment.network, task.environment.workdir) == (Network.OPEN, "/app")
 
 
@@ -153,7 +153,7 @@ command = "test -f ready"
         for part in ("instruction.md", "tests__test.sh", "solution__solve.sh")
     }
     files["steps__two__workdir__setup.sh"] = "#!/bin/bash\ntouch ready"
-    (task,) = load([harbor(tmp_path / "steps", toml, **files)], harness="pi")
+    (task,) = load_tasks([harbor(tmp_path / "steps", toml, **files)], harness="pi")
     assert task.instruction == "# Step 1 of 2\n\n#!/bin/bash\none\n\n# Step 2 of 2\n\n#!/bin/sh\ntwo\n"
     assert [step.instruction for step in task.steps] == ["#!/bin/bash\none", "#!/bin/sh\ntwo"]
     assert [step.seconds for step in task.steps] == [None, 20]
@@ -165,7 +165,7 @@ command = "test -f ready"
     assert (task.timeouts.run, task.timeouts.evaluate) == (10, 7 + 600 + 60)
     assert [step["name"] for step in task.evaluator["steps"]] == ["one", "two"]
     assert make_evaluator(task.evaluator) is not None
-    solved = oracle(task)
+    solved = oracle_task(task)
     assert solved.harness == "oracle"
     assert list(solved.harness_options.values()) == [
         'rm -rf /solution && cp -R "/solutions/$TOWLINE_STEP" /solution && bash /solution/solve.sh'
@@ -218,7 +218,7 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
             "PASS_TO_PASS": "[]",
         },
     )
-    tasks = load([file], harness="pi")
+    tasks = load_tasks([file], harness="pi")
     own, bare, problem, prompt, code, echo, gym, swe = tasks
     assert (own.harness, own.num_samples) == ("codex", 8)
     assert (bare.task_id, bare.harness) == ("rows-2", "pi")
@@ -235,13 +235,13 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
     assert gym.metadata["nemo_gym"]["expected_answer"] == "6"
     assert swe.environment.root == "swebench/sweb.eval.x86_64.django_1776_django-1:latest"
     assert swe.evaluator["command"][2].endswith("--parallel 1 q.test_a")
-    assert oracle(swe).harness_options == {"command": "git apply /solution/solution.patch"}
+    assert oracle_task(swe).harness_options == {"command": "git apply /solution/solution.patch"}
     for task in tasks:
         assert bool(make_evaluator(task.evaluator)) == bool(task.evaluator)
         assert Task.model_validate_json(task.model_dump_json()) == task
     with pytest.raises(TaskError, match="has no solution"):
-        oracle(problem)
-    fewer = load([file], harness="pi", samples=4)
+        oracle_task(problem)
+    fewer = load_tasks([file], harness="pi", samples=4)
     assert {(task.num_samples, task.min_samples) for task in fewer} == {(4, 4), (4, 0)}
 
 
@@ -267,7 +267,7 @@ def test_rows_bring_their_own_test_command_and_log_format(tmp_path: Path) -> Non
         {**SWE, "instance_id": "own", "evaluator": {"command": "make check", "log_format": "tap"}},
         {**SWE, "instance_id": "unknown", "test_cmd": "./run-tests"},
     )
-    go, js, py, own, unknown = (task.evaluator for task in load([file], harness="pi"))
+    go, js, py, own, unknown = (task.evaluator for task in load_tasks([file], harness="pi"))
     assert (go["command"][-1].rpartition("; ")[2], go["log_format"]) == ("go test -v ./...", "go")
     assert (js["command"][-1].rpartition("; ")[2], js["log_format"]) == ("npm ci\nnpx jest --verbose", "jest")
     assert (py["command"][-1].rpartition("; ")[2], py["log_format"]) == ("pytest -rA tests/test_a.py", "pytest")
@@ -282,7 +282,7 @@ def test_rows_bring_their_own_test_command_and_log_format(tmp_path: Path) -> Non
     [
         ("{", r"rows\.jsonl:2: not JSON"),
         ("[1]", r"rows\.jsonl:2: a task is a JSON object"),
-        ({"question_text": "?"}, r"rows\.jsonl:2: this is no task.*question_text"),
+        ({"question_text": "?"}, r"rows\.jsonl:2: not a task.*question_text"),
         ({"prompt": "?"}, r"rows\.jsonl:2: answer: missing"),
         ({"prompt": 3, "answer": "4"}, r"rows\.jsonl:2: prompt: must be text"),
         ({"prompt": " ", "answer": "4"}, "prompt: is empty"),
@@ -304,7 +304,7 @@ def test_rows_bring_their_own_test_command_and_log_format(tmp_path: Path) -> Non
         ({"instance_id": "a", "base_commit": "b"}, "problem_statement: "),
         ({"instance_id": "a", "base_commit": "b", "problem_statement": "c"}, "FAIL_TO_PASS: "),
         ({"instance_id": "a", "base_commit": "b", "problem_statement": "c", "FAIL_TO_PASS": "x"}, "FAIL_TO_PASS: "),
-        (SWE, r"test_cmd: missing; 'TestAdd' is not a name that pytest prints"),
+        (SWE, r"test_cmd: missing; 'TestAdd' is not a pytest test id"),
         ({**SWE, "language": "Go"}, r"test_cmd: missing; the tests are not Python \(Go\)"),
         ({**SWE, "repo_language": "js", "eval_script": "npx jest"}, r"the tests are not Python \(js\)"),
         ({**SWE, "test_patch": "diff --git a/a_test.go b/a_test.go\n"}, r"the tests are not Python \(a_test\.go\)"),
@@ -312,17 +312,17 @@ def test_rows_bring_their_own_test_command_and_log_format(tmp_path: Path) -> Non
         ({**SWE, "log_parser": "parse_log_cargo"}, r"the tests are not Python \(cargo\)"),
         ({**SWE, "test_cmd": "x", "log_parser": "parse_log_karma"}, "log_parser: 'parse_log_karma' reads an unknown"),
         ({**SWE, "install_config": {"log_parser": "parse_log_js_4"}}, "log_parser: 'parse_log_js_4' reads an unknown"),
-        ({**SWE, "test_cmd": "go test ./..."}, "test_cmd: .* it needs `-v`"),
+        ({**SWE, "test_cmd": "go test ./..."}, "test_cmd: .* add `-v`"),
         (
             {"task_id": "first", "instruction": "again"},
-            r"rows\.jsonl:2: the task id 'first' is already taken by .*rows\.jsonl:1",
+            r"rows\.jsonl:2: the task id 'first' is already used by .*rows\.jsonl:1",
         ),
     ],
 )
 def test_a_wrong_row_names_its_place(tmp_path: Path, row: Any, reason: str) -> None:
     file = lines(tmp_path, {"task_id": "first", "instruction": "fine"}, row)
     with pytest.raises(TaskError, match=reason):
-        load([file], harness="pi")
+        load_tasks([file], harness="pi")
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,11 @@ def test_a_wrong_row_names_its_place(tmp_path: Path, row: Any, reason: str) -> N
         ("[environment]\nworkdir = 'here'", {}, r"environment\.workdir: "),
         ("[environment]\nenv = { A = '${TOWLINE_NOT_SET}' }", {}, "TOWLINE_NOT_SET is not set"),
         ("[[environment.mcp_servers]]\nname = 'x'", {}, "mcp_servers"),
-        ("", {"environment__docker-compose.yaml": "services: {}"}, r"docker-compose\.yaml: a task has one sandbox"),
+        (
+            "",
+            {"environment__docker-compose.yaml": "services: {}"},
+            r"docker-compose\.yaml: not supported; a task runs in one sandbox",
+        ),
         ("", {"instruction.md": " \n"}, r"instruction\.md: is empty"),
         ("[[steps]]\nname = 'one'", {}, r"steps/one/instruction\.md: missing"),
         ("[verifier.environment]\ncpus = 1", {}, r"verifier\.environment: "),
@@ -348,24 +352,24 @@ def test_a_wrong_row_names_its_place(tmp_path: Path, row: Any, reason: str) -> N
 )
 def test_a_wrong_harbor_folder_names_its_place(tmp_path: Path, toml: str, files: dict[str, str], reason: str) -> None:
     with pytest.raises(TaskError, match=reason):
-        load([harbor(tmp_path / "t", toml, **files)], harness="pi")
+        load_tasks([harbor(tmp_path / "t", toml, **files)], harness="pi")
 
 
 def test_missing_parts_and_places(tmp_path: Path) -> None:
     folder = harbor(tmp_path / "t")
     (folder / "tests" / "test.sh").unlink()
     with pytest.raises(TaskError, match=r"test\.sh: missing"):
-        load([folder], harness="pi")
+        load_tasks([folder], harness="pi")
     with pytest.raises(TaskError, match="does not exist"):
-        load([tmp_path / "nowhere"], harness="pi")
+        load_tasks([tmp_path / "nowhere"], harness="pi")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TaskError, match="no task here"):
-        load([tmp_path / "empty"], harness="pi")
-    with pytest.raises(TaskError, match="no task in this file"):
-        load([lines(tmp_path, name="none.jsonl")], harness="pi")
+    with pytest.raises(TaskError, match="no task found"):
+        load_tasks([tmp_path / "empty"], harness="pi")
+    with pytest.raises(TaskError, match="contains no task"):
+        load_tasks([lines(tmp_path, name="none.jsonl")], harness="pi")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe{}")
     with pytest.raises(TaskError, match="not UTF-8"):
-        load([tmp_path / "binary.jsonl"], harness="pi")
+        load_tasks([tmp_path / "binary.jsonl"], harness="pi")
 
 
 def test_a_folder_of_tasks(tmp_path: Path) -> None:
@@ -373,7 +377,7 @@ def test_a_folder_of_tasks(tmp_path: Path) -> None:
     harbor(tmp_path / "a")
     lines(tmp_path, {"instruction": "x"}, name="c.jsonl")
     (tmp_path / "README.md").write_text("not a task")
-    assert [task.task_id for task in load([tmp_path], harness="pi")] == ["a", "b", "c-1"]
+    assert [task.task_id for task in load_tasks([tmp_path], harness="pi")] == ["a", "b", "c-1"]
 
 
 words = st.text("abc_$ {}-:", max_size=20)

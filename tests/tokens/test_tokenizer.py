@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from conversations import real
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.tokens.conversations import real
 from towline import assets
 from towline.errors import ConfigError
 from towline.tokens.loading import eos_ids, load_codec
@@ -22,7 +22,7 @@ TEXT = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\x00"),
 
 @pytest.mark.parametrize("name", NAMES)
 @given(text=TEXT)
-def test_text_survives(name: str, text: str) -> None:
+def test_text_round_trips(name: str, text: str) -> None:
     tokenizer = real(name).tokenizer
     normalizer = tokenizer.backend.normalizer
     # Qwen's tokenizers compose characters first (NFC); what is lost there is lost before any token.
@@ -52,14 +52,14 @@ def test_special_tokens(name: str) -> None:
     assert tokenizer.id_of("no such token") is None
 
 
-def test_nothing_is_added_by_itself() -> None:
+def test_no_ids_are_added() -> None:
     """Llama's post-processor would begin every text with a token; only a template may."""
     tokenizer = real("llama3_2").tokenizer
     assert tokenizer.encode("x") == tokenizer.encode("x", add_special_tokens=True)
     assert len(tokenizer.encode("x")) == 1
 
 
-def test_names_as_libraries_ask_for_them() -> None:
+def test_hugging_face_names() -> None:
     tokenizer = real("qwen3").tokenizer
     end = tokenizer.id_of("<|im_end|>")
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") == end

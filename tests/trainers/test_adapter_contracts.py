@@ -9,16 +9,16 @@ from typing import Any
 
 import httpx
 import pytest
-from adapter_views import Sample, group_of, session
 
+from support.trainers.adapter_views import Sample, group_of, session
 from towline.client import AsyncClient
 from towline.schema import EndReason
-from towline.trainers import areal, nemo_gym, nemo_gym_response, prime_rl, skyrl, slime, verifiers
+from towline.trainers import areal, nemo_gym, prime_rl, skyrl, slime, verifiers
 from towline.trainers.packing import Dropped, ExtraTracesError, one_row
 from towline.trainers.templates import TaskTemplate
 
 
-def test_every_adapter_is_importable_where_its_framework_and_torch_are_not() -> None:
+def test_adapters_import_without_their_framework_and_torch() -> None:
     code = (
         "import importlib, sys\n"
         "for absent in ('torch', 'areal', 'slime', 'miles', 'prime_rl', 'verifiers', 'skyrl', 'nemo_gym', 'nemo_rl'):\n"
@@ -33,10 +33,10 @@ def test_every_adapter_is_importable_where_its_framework_and_torch_are_not() -> 
 # NeMo Gym
 
 
-def test_the_items_of_a_response_are_the_conversation_with_the_tokens_of_each_call() -> None:
+def test_response_items_are_the_conversation_with_the_tokens_of_each_turn() -> None:
     row = one_row(session("a", 1.0), "error", Dropped())
     assert row is not None
-    response = nemo_gym_response.response_of(row, {"input": "do it", "model": "mine"})
+    response = nemo_gym.response_of(row, {"input": "do it", "model": "mine"})
     assert (response["id"], response["model"], response["status"]) == ("resp_a", "mine", "completed")
     first, result, second = response["output"]
     assert (first["type"], first["name"], first["arguments"]) == ("function_call", "colour", '{"item": "lamp"}')
@@ -49,7 +49,7 @@ def test_the_items_of_a_response_are_the_conversation_with_the_tokens_of_each_ca
     assert response["usage"]["input_tokens"] == 5 + 12
 
 
-async def test_a_row_says_how_to_sample_and_its_repetitions_are_its_own_affair() -> None:
+async def test_a_rows_sampling_overrides_the_template_and_repeated_rows_are_separate_tasks() -> None:
     template = TaskTemplate({"harness": "pi", "num_samples": 8, "settings": {"sampling": {"top_k": 5}}})
     async with AsyncClient("http://127.0.0.1:1") as client:
         agent = nemo_gym.Agent(client, template)
@@ -60,7 +60,7 @@ async def test_a_row_says_how_to_sample_and_its_repetitions_are_its_own_affair()
     assert task.settings == {"sampling": {"top_k": 5, "temperature": 0.7, "max_tokens": 99}}
 
 
-async def test_a_service_that_is_away_is_nobodys_reward() -> None:
+async def test_an_unreachable_service_is_never_a_reward() -> None:
     app = nemo_gym.make_app(TaskTemplate({"harness": "pi"}))
     async with AsyncClient("http://127.0.0.1:1", patience=0.1) as client:
         app.state.agent = nemo_gym.Agent(client, TaskTemplate({"harness": "pi"}))
@@ -69,10 +69,10 @@ async def test_a_service_that_is_away_is_nobodys_reward() -> None:
             assert (await http.get("/")).status_code == 200
             answer = await http.post("/run", json={"responses_create_params": {"input": "Why?"}})
     assert answer.status_code == 503
-    assert "no answer from http://127.0.0.1:1" in answer.json()["error"]
+    assert "no response from http://127.0.0.1:1" in answer.json()["error"]
 
 
-def test_metrics_leave_out_what_failed() -> None:
+def test_metrics_exclude_failed_sessions() -> None:
     answers = [
         {"_ng_task_index": 0, "reward": 1.0},
         {"_ng_task_index": 0, "reward": 0.5},
@@ -108,7 +108,7 @@ def test_samples_of_one_session_share_its_rollout_id_and_all_groups_have_one_sha
     assert one[1][0].status is Sample.Status.TRUNCATED
 
 
-def test_rewards_of_slime_are_scaled_over_sessions() -> None:
+def test_slime_rewards_are_scaled_over_sessions() -> None:
     made = slime.sample_group(samples(2), [session("a", 1.0, subagent=True), session("b", 0.0)])
     flat = [sample for of_session in made for sample in of_session]
     raw, scaled = slime.session_rewards(SimpleNamespace(grpo_std_normalization=True), flat)
@@ -122,7 +122,7 @@ def test_rewards_of_slime_are_scaled_over_sessions() -> None:
 # prime-rl and verifiers
 
 
-def test_a_training_sample_has_one_entry_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_sample_has_one_entry_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     found = prime_rl.training_samples([session("a", 1.0, subagent=True), session("b", 0.0)], "towline")
     assert [(one["trace_id"], one["branch_index"]) for one in found] == [("a", 0), ("a", 1), ("b", 0)]
     for one in found:
@@ -160,7 +160,7 @@ def test_the_branches_of_a_trace_are_the_rows_and_share_no_node() -> None:
 # AReaL
 
 
-def test_the_workflow_is_areals_and_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_areal_workflow_is_created_on_first_access(monkeypatch: pytest.MonkeyPatch) -> None:
     api = ModuleType("areal.api.workflow_api")
     monkeypatch.setattr(api, "RolloutWorkflow", type("RolloutWorkflow", (), {}), raising=False)
     monkeypatch.setitem(sys.modules, "areal.api.workflow_api", api)
@@ -172,9 +172,9 @@ def test_the_workflow_is_areals_and_made_when_it_is_asked_for(monkeypatch: pytes
         areal.Workflow  # noqa: B018
 
 
-def test_rows_of_areal_are_filled_up_where_nobody_sampled() -> None:
+def test_areal_rows_are_padded() -> None:
     group = group_of(session("a", 1.0, subagent=True), session("b", 0.0))
-    batch = areal.Episodes(TaskTemplate(), rewards="advantage", scale="none").batch(group)
+    batch = areal.GroupEpisodes(TaskTemplate(), rewards="advantage", scale="none").batch(group)
     assert batch is not None
     assert batch["input_ids"].shape == (3, 16)
     assert batch["attention_mask"].sum(1).tolist() == [16, 9, 16]
@@ -182,11 +182,11 @@ def test_rows_of_areal_are_filled_up_where_nobody_sampled() -> None:
     assert batch["versions"][0, :5].tolist() == [-1] * 5
     assert batch["rewards"].tolist() == [0.5, 0.5, -0.5]
     with pytest.raises(ExtraTracesError, match="session a has 2 traces"):
-        areal.Episodes(TaskTemplate()).batch(group)
+        areal.GroupEpisodes(TaskTemplate()).batch(group)
 
 
 def test_equal_rewards_are_rejected_where_the_adapter_compares() -> None:
-    episodes = areal.Episodes(TaskTemplate(), rewards="advantage")
+    episodes = areal.GroupEpisodes(TaskTemplate(), rewards="advantage")
     assert episodes.batch(group_of(session("a", 1.0), session("b", 1.0))) is None
     assert episodes.rejected == 1
 
@@ -194,10 +194,10 @@ def test_equal_rewards_are_rejected_where_the_adapter_compares() -> None:
 # SkyRL
 
 
-def test_a_place_without_a_session_is_masked_and_moves_no_mean() -> None:
+def test_a_prompt_without_a_session_is_masked_and_does_not_change_the_mean() -> None:
     generator = skyrl.TowlineGenerator(TaskTemplate(), step_wise=True)
     group = group_of(session("a", 1.0, subagent=True), session("b", None), session("c", 0.0))
-    output = generator.output(generator.places(group, ["g_0", "g_1", "g_2"]), [group])
+    output = generator.output(generator.prompt_results(group, ["g_0", "g_1", "g_2"]), [group])
     assert output["trajectory_ids"] == ["g_0", "g_0", "g_1", "g_2"]
     assert output["is_last_step"] == [False, True, True, True]
     assert output["rewards"] == [1.0, 1.0, 0.0, 0.5]

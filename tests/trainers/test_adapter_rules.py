@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from adapter_views import ALL_ROWS, ONE_ROW, VIEWS, Seen, View, group_of, rows_in, session
 
+from support.trainers.adapter_views import ALL_ROWS, ONE_ROW, VIEWS, Seen, View, group_of, rows_in, session
 from towline.schema import EndReason, Trace
 
 every_adapter = pytest.mark.parametrize("name", VIEWS)
@@ -30,16 +30,16 @@ def test_rows_are_the_traces_token_for_token(name: str) -> None:
 
 
 @every_adapter
-def test_what_failed_leaves_the_group_and_is_no_zero(name: str) -> None:
+def test_a_failed_session_leaves_the_group_and_is_not_a_zero(name: str) -> None:
     group = group_of(session("a", 1.0), session("b", None), session("c", 0.5), session("d", 0.0, broken=True))
-    assert group.left == {"b": "the judge fell ill", "d": "the sandbox burned down"}
+    assert group.unusable == {"b": "the judge fell ill", "d": "the sandbox burned down"}
     seen = VIEWS[name](group)
     check_tokens(seen, rows_in(group.sessions, True))
     assert [row.advantage for row in seen] == pytest.approx([0.25, -0.25])
 
 
 @every_adapter
-def test_a_session_that_ran_out_of_time_is_there_and_says_so(name: str) -> None:
+def test_a_timed_out_session_is_included_and_marked(name: str) -> None:
     group = group_of(session("a", 1.0), session("b", 0.0, end=EndReason.TIMEOUT))
     seen = VIEWS[name](group)
     check_tokens(seen, rows_in(group.sessions, True))
@@ -47,14 +47,14 @@ def test_a_session_that_ran_out_of_time_is_there_and_says_so(name: str) -> None:
 
 
 @every_adapter
-def test_a_group_that_is_not_complete_is_dropped_whole(name: str) -> None:
+def test_an_incomplete_group_is_dropped_whole(name: str) -> None:
     group = group_of(session("a", 1.0), session("b", None), session("c", 0.0), min_samples=3)
     assert not group.complete
     assert VIEWS[name](group) == []
 
 
 @every_adapter
-def test_one_session_is_no_group(name: str) -> None:
+def test_one_session_is_not_a_group(name: str) -> None:
     group = group_of(session("a", 1.0), session("b", None), min_samples=1)
     assert len(group.sessions) == 1
     assert VIEWS[name](group) == []
@@ -69,7 +69,7 @@ def test_a_session_with_several_traces_counts_once(view: View) -> None:
 
 
 @pytest.mark.parametrize("view", ONE_ROW.values(), ids=ONE_ROW)
-def test_where_a_session_is_one_row_it_is_the_main_conversations(view: View) -> None:
+def test_a_single_row_is_that_of_the_main_conversation(view: View) -> None:
     group = group_of(session("a", 1.0, subagent=True), session("b", 0.0), session("c", 0.0))
     seen = view(group)
     check_tokens(seen, rows_in(group.sessions, False))

@@ -10,7 +10,7 @@ FRAMEWORKS = ("torch", "safetensors", "transformers", "accelerate", "ray")
 FRAMEWORKS += ("areal", "nemo_gym", "prime_rl", "skyrl", "slime", "miles", "tinker", "trl", "verifiers", "verl")
 
 
-def test_adapters_are_importable_where_no_framework_is() -> None:
+def test_adapters_import_without_their_frameworks() -> None:
     code = (
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({FRAMEWORKS!r}))\n"

@@ -12,16 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from adapted import BROKEN, MEAN
-from adapter_views import Sample
 
-from towline import tiny
+from support.trainers.adapter_service import BROKEN, MEAN
+from support.trainers.adapter_views import Sample
 from towline.client import Client
-from towline.demo import AGENT
+from towline.demo import tiny_model
+from towline.demo.registry import EXAMPLE_AGENT, RegistryInstance, draw_instance
 from towline.errors import ConfigError
-from towline.tiny.registry import Instance, draw
 from towline.trainers import nemo_rl, slime
-from towline.trainers.areal import Episodes
+from towline.trainers.areal import GroupEpisodes
 from towline.trainers.service import own_service
 from towline.trainers.skyrl import NothingGenerated, TowlineGenerator
 from towline.trainers.templates import TaskTemplate
@@ -32,8 +31,15 @@ def template(evaluator: str = MEAN) -> TaskTemplate:
         {
             "harness": "shell",
             "harness_options": {
-                "command": ["python3", "-S", "-E", f"{{program}}/{AGENT.name}", "--registry", "/work/registry.json"],
-                "folder": str(AGENT.parent.resolve()),
+                "command": [
+                    "python3",
+                    "-S",
+                    "-E",
+                    f"{{program}}/{EXAMPLE_AGENT.name}",
+                    "--registry",
+                    "/work/registry.json",
+                ],
+                "folder": str(EXAMPLE_AGENT.parent.resolve()),
             },
             "environment": {"files": [{"target": "/work/registry.json", "text": "{row.registry}"}]},
             "evaluator": {"kind": "python", "function": evaluator},
@@ -45,13 +51,13 @@ def template(evaluator: str = MEAN) -> TaskTemplate:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    model = tiny.create(tmp_path_factory.mktemp("model") / "tiny", steps=20)
+    model = tiny_model.create(tmp_path_factory.mktemp("model") / "tiny", steps=20)
     with own_service(model, tmp_path_factory.mktemp("service"), ["--concurrency", "4"]) as url, Client(url) as client:
         yield client
 
 
-def instance(number: int) -> Instance:
-    return draw(Random(number))
+def instance(number: int) -> RegistryInstance:
+    return draw_instance(Random(number))
 
 
 def question(number: int) -> list[dict[str, str]]:
@@ -83,7 +89,7 @@ class RolloutFnTrainOutput:
 @pytest.fixture
 def args(service: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     types = SimpleNamespace(RolloutFnTrainOutput=RolloutFnTrainOutput)
-    monkeypatch.setitem(sys.modules, f"{Sample.__module__}.rollout.base_types", types)
+    monkeypatch.setitem(sys.modules, f"{Sample.__module__.split('.')[0]}.rollout.base_types", types)
     (tmp_path / "task.json").write_text(json.dumps(template().fields))
     return SimpleNamespace(
         rollout_batch_size=2,
@@ -114,15 +120,15 @@ def test_slime_gets_a_batch_of_whole_groups(service: Client, args: SimpleNamespa
             assert found[sample.metadata["session_id"]].turns[0].messages[-1]["text"] == question(number)[0]["content"]
 
 
-def test_slime_hears_why_when_no_group_can_be_completed(args: SimpleNamespace, tmp_path: Path) -> None:
+def test_slime_gets_the_reason_if_no_group_can_be_completed(args: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "task.json").write_text(json.dumps(template(BROKEN).fields))
     args.rollout_batch_size = 1
-    with pytest.raises(ConfigError, match=r"dropped in one batch; the last one because: .*the judge fell ill"):
+    with pytest.raises(ConfigError, match=r"dropped in one batch; a recent reason: .*the judge fell ill"):
         slime.generate_rollout(args, 0, DataSource(2))
 
 
-async def test_an_episode_of_areal_is_a_group(service: Client) -> None:
-    episodes = Episodes(template(), samples=3, url=service.url)
+async def test_an_areal_episode_is_a_group(service: Client) -> None:
+    episodes = GroupEpisodes(template(), samples=3, url=service.url)
     data = {"messages": question(1), "registry": instance(1).to_json()}
     batch = await episodes.arun_episode(None, data)
     assert batch is not None
@@ -136,7 +142,7 @@ async def test_an_episode_of_areal_is_a_group(service: Client) -> None:
     assert (batch["versions"][~trained] == -1).all()
     assert (batch["turn_ids"][trained] >= 0).all()
     assert (batch["logprobs"][trained] < 0).all()
-    failing = Episodes(template(BROKEN), samples=2, url=service.url)
+    failing = GroupEpisodes(template(BROKEN), samples=2, url=service.url)
     assert await failing.arun_episode(None, data) is None
     assert failing.rejected == 1
 
@@ -147,7 +153,7 @@ class TrajectoryID:
     repetition_id: int
 
 
-async def test_every_prompt_of_skyrl_gets_a_session_of_its_instance(service: Client) -> None:
+async def test_every_skyrl_prompt_gets_a_session_of_its_instance(service: Client) -> None:
     generator = TowlineGenerator(template(), url=service.url)
     order = [(0, 0), (1, 0), (0, 1), (1, 1)]
     batch = {
@@ -173,7 +179,7 @@ async def test_every_prompt_of_skyrl_gets_a_session_of_its_instance(service: Cli
         await TowlineGenerator(template(BROKEN), url=service.url).generate(batch)
 
 
-def test_a_message_log_of_nemo_rl_is_the_row(service: Client) -> None:
+def test_a_nemo_rl_message_log_is_the_row(service: Client) -> None:
     row = {"registry": instance(2).to_json()}
     task = template().task(row, prompt=question(2), name="nemo-rl", samples=2)
     service.submit(task)

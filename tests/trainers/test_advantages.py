@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trained import trajectory
 
+from support.trainers.trained_rows import trajectory
 from towline.trainers.advantages import group_advantages
-from towline.trainers.rows import batches, rows_of
+from towline.trainers.grpo.loss import padded_batches, training_rows
 
 
 def test_a_session_counts_once_however_many_traces_it_has() -> None:
     group = [trajectory("a", 1.0, chains=5), trajectory("b", 0.0), trajectory("c", 0.0)]
     found = group_advantages({"g": group}, scale="none")
     assert found.sessions == pytest.approx({"a": 2 / 3, "b": -1 / 3, "c": -1 / 3})
-    rows = rows_of(group, found)
+    rows = training_rows(group, found)
     assert [row.session for row in rows] == ["a"] * 5 + ["b", "c"]
     for row in rows:
         trained = row.trace.loss_mask == 1
@@ -24,7 +24,7 @@ def test_a_session_counts_once_however_many_traces_it_has() -> None:
         assert not row.advantages[~trained].any()
 
 
-def test_what_was_not_scored_leaves_its_group() -> None:
+def test_an_unscored_session_leaves_its_group() -> None:
     group = [trajectory("a", 1.0), trajectory("b", None), trajectory("c", 0.0)]
     found = group_advantages({"g": group})
     assert set(found.sessions) == {"a", "c"}
@@ -44,10 +44,10 @@ def test_equal_rewards_carry_no_gradient_and_are_counted() -> None:
     for second, equal in ((1.0, 1), (0.0, 0)):
         turns = [trajectory("a", 0.0, per_turn={"a-0": 1.0}), trajectory("b", 0.0, per_turn={"b-0": second})]
         found = group_advantages({"g": turns})
-        assert (found.equal, len(rows_of(turns, found))) == (equal, 0 if equal else 2)
+        assert (found.equal, len(training_rows(turns, found))) == (equal, 0 if equal else 2)
 
 
-def test_rewards_of_turns_are_compared_place_by_place_and_come_on_top() -> None:
+def test_per_turn_rewards_are_compared_by_position_and_added() -> None:
     one = trajectory("a", 1.0, chains=2, per_turn={"a-0": 1.0, "a-1": 0.0})
     two = trajectory("b", 0.0, chains=2, per_turn={"b-0": 0.0, "b-1": 0.0})
     three = trajectory("c", 0.5)
@@ -56,11 +56,11 @@ def test_rewards_of_turns_are_compared_place_by_place_and_come_on_top() -> None:
         "a": pytest.approx({"a-0": 1.0, "a-1": 0.0}),
         "b": pytest.approx({"b-0": -1.0, "b-1": 0.0}),
     }
-    rows = rows_of([one, two, three], found)
+    rows = training_rows([one, two, three], found)
     assert [float(row.advantages[-1]) for row in rows] == pytest.approx([0.5 + 1.0, 0.5, -0.5 - 1.0, -0.5, 0.0])
 
 
-def test_the_outcome_may_count_less_beside_rewards_of_turns() -> None:
+def test_the_outcome_can_be_weighted_against_per_turn_rewards() -> None:
     one = trajectory("a", 1.0, per_turn={"a-0": 1.0})
     two = trajectory("b", 0.0, per_turn={"b-0": 0.0})
     plain = trajectory("c", 0.5)
@@ -77,12 +77,12 @@ def test_the_outcome_may_count_less_beside_rewards_of_turns() -> None:
 def test_the_weights_of_all_batches_sum_to_one(sessions: list[tuple[float, int]], most: int, per_session: bool) -> None:
     group = [trajectory(f"s{n}", reward, chains=chains) for n, (reward, chains) in enumerate(sessions)]
     found = group_advantages({"g": group})
-    rows = rows_of(group, found)
+    rows = training_rows(group, found)
     if not rows:
         assert found.equal == 1
         return
     per = "session" if per_session else "token"
-    made = list(batches(rows, most, per=per))
+    made = list(padded_batches(rows, most, per=per))
     assert sum(float(batch.weights.sum()) for batch in made) == pytest.approx(1.0, abs=1e-5)
     assert sum(batch.trained for batch in made) == sum(row.trace.trained_tokens for row in rows)
     assert all(batch.inputs.numel() <= most or len(batch.inputs) == 1 for batch in made)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from towline.client import Conflict
-from towline.trainers.grpo import Grpo, GrpoSettings
+from towline.trainers.grpo.loop import Grpo, GrpoSettings
 
 
-class Told:
-    """A service that takes down what it is told."""
+class LeaseRecorder:
+    """A service that takes down what it is recorder."""
 
     def __init__(self, refuses: bool = False):
         self.refuses = refuses
@@ -24,28 +24,28 @@ class Told:
             raise Conflict("consumer 'run' follows tasks that begin with ''", status=409, field="prefix")
 
 
-def declared(told: Told, **settings: Any) -> Grpo:
-    trainer = Grpo(told, None, None, Path(), GrpoSettings("run", groups=6, **settings))  # type: ignore[arg-type]
+def declared(recorder: LeaseRecorder, **settings: Any) -> Grpo:
+    trainer = Grpo(recorder, None, None, Path(), GrpoSettings("run", groups=6, **settings))  # type: ignore[arg-type]
     trainer._declare()
     return trainer
 
 
 def test_the_pace_is_declared_before_anything_is_submitted() -> None:
-    told = Told()
-    trainer = declared(told, max_staleness=3)
-    (lease,) = told.leases
+    recorder = LeaseRecorder()
+    trainer = declared(recorder, max_staleness=3)
+    (lease,) = recorder.leases
     assert (lease["max"], lease["max_staleness"], lease["groups_per_update"], lease["prefix"]) == (0, 3, 6, "run/")
     assert trainer._pace == {"groups_per_update": 6, "prefix": "run/"}
 
 
 @pytest.mark.parametrize("settings", [{"pacing": False}, {"max_staleness": None}])
-def test_a_run_without_a_bound_or_a_pace_declares_none(settings: dict[str, Any]) -> None:
-    told = Told()
-    assert declared(told, **settings)._pace == {}
-    assert told.leases == []
+def test_a_run_without_a_staleness_limit_or_pacing_declares_none(settings: dict[str, Any]) -> None:
+    recorder = LeaseRecorder()
+    assert declared(recorder, **settings)._pace == {}
+    assert recorder.leases == []
 
 
-def test_a_run_that_an_older_version_began_goes_on_without_a_pace(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = declared(Told(refuses=True))
+def test_a_run_whose_consumer_has_no_pace_continues_without_pacing(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = declared(LeaseRecorder(refuses=True))
     assert trainer._pace == {}
-    assert "no pacing, old groups are dropped" in caplog.text
+    assert "pacing is off" in caplog.text

@@ -10,17 +10,15 @@ from pathlib import Path
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from towline.trainers.curves import draw
-from towline.trainers.grpo import Step
-from towline.trainers.learner import Update
-from towline.trainers.live import LiveView, curve
-from towline.trainers.metrics import Metrics, TensorBoard, read
-from towline.trainers.run import Measured
+from towline.trainers.grpo.learner import UpdateReport
+from towline.trainers.grpo.loop import TrainingStep
+from towline.trainers.grpo.metrics import MetricsLog, TensorBoard, draw_curves, read_metrics
+from towline.trainers.grpo.run import HeldOutMeasurement, LiveView, sparkline
 
 
-def step(version: int, reward: float, *, incomplete: int = 0) -> Step:
-    update = Update(version, sessions=4, mean_reward=reward, entropy=0.5, worst_logprob=2e-6, mismatch_kl=3e-5)
-    return Step(update, 1.0, 2.0, 0.5, 4 * version, 1, incomplete, ["r1"])
+def step(version: int, reward: float, *, incomplete: int = 0) -> TrainingStep:
+    update = UpdateReport(version, sessions=4, mean_reward=reward, entropy=0.5, worst_logprob=2e-6, mismatch_kl=3e-5)
+    return TrainingStep(update, 1.0, 2.0, 0.5, 4 * version, 1, incomplete, ["r1"])
 
 
 def events(folder: Path) -> Iterator[Event]:
@@ -33,16 +31,16 @@ def events(folder: Path) -> Iterator[Event]:
             data = data[16 + length :]
 
 
-def test_figures_are_in_the_lines_and_in_tensorboard_and_a_step_taken_again_counts_once(tmp_path: Path) -> None:
+def test_metrics_are_in_jsonl_and_tensorboard_and_a_repeated_step_counts_once(tmp_path: Path) -> None:
     for rewards in ((0.25, 0.5), (0.75,)):
         # The second time is after a crash that came before the second step's checkpoint.
-        metrics = Metrics(tmp_path, TensorBoard(tmp_path / "tensorboard"))
+        metrics = MetricsLog(tmp_path, TensorBoard(tmp_path / "tensorboard"))
         if len(rewards) == 2:
             metrics.write(0, {"sessions_used": 0, "success": 0.125})
             metrics.write(1, step(1, rewards[0]).as_json())
         metrics.write(2, step(2, rewards[-1]).as_json())
         metrics.close()
-    lines = read(tmp_path)
+    lines = read_metrics(tmp_path)
     assert [(line["step"], line.get("mean_reward"), line.get("success")) for line in lines] == [
         (0, None, 0.125),
         (1, 0.25, None),
@@ -55,22 +53,22 @@ def test_figures_are_in_the_lines_and_in_tensorboard_and_a_step_taken_again_coun
     ]
     assert {(0, "success", 0.125), (1, "mean_reward", 0.25), (2, "mean_reward", 0.75)} <= set(written)
     assert {"entropy", "mismatch_kl", "worst_logprob", "staleness", "sessions_used"} <= {tag for _, tag, _ in written}
-    draw(lines, tmp_path / "curves.png", "a run")
+    draw_curves(lines, tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def follow(console: Console) -> str:
     with LiveView(console, 2) as view:
-        view.measured(Measured(0, 0, 0.25, 4))
-        view.doing("waiting for sessions")
-        view.stepped(step(1, 0.25))
-        view.stepped(step(2, 1.0, incomplete=3))
-        view.measured(Measured(2, 8, 0.75, 4))
+        view.on_measurement(HeldOutMeasurement(0, 0, 0.25, 4))
+        view.on_status("waiting for sessions")
+        view.on_step(step(1, 0.25))
+        view.on_step(step(2, 1.0, incomplete=3))
+        view.on_measurement(HeldOutMeasurement(2, 8, 0.75, 4))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_a_log_gets_a_line_for_each_update() -> None:
+def test_a_log_gets_one_line_per_update() -> None:
     lines = follow(Console(file=io.StringIO(), width=160)).splitlines()
     assert len(lines) == 4
     assert lines[0].endswith("0 sessions: 25.0% of 4 held-out tasks right")
@@ -79,11 +77,11 @@ def test_a_log_gets_a_line_for_each_update() -> None:
     assert lines[2].endswith("8 sessions, 3 groups failed")
 
 
-def test_a_terminal_gets_a_view_that_leaves_the_measurements_behind() -> None:
+def test_a_terminal_gets_a_live_view_and_keeps_the_measurements() -> None:
     shown = follow(Console(file=io.StringIO(), width=120, height=40, force_terminal=True, color_system=None))
     assert "2/2" in shown
     assert "▃█ 1.00" in shown
     assert "25% → 75%" in shown
     assert "after     8 sessions: 75.0% of 4 held-out tasks right" in shown
-    assert curve([]) == ""
-    assert curve([-1.0, 3.0]) == "▁█"
+    assert sparkline([]) == ""
+    assert sparkline([-1.0, 3.0]) == "▁█"

@@ -8,14 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trained import trajectory
 
-from towline.engines.embedded import DecoderConfig, create, save
+from support.trainers.trained_rows import trajectory
+from towline.engines.embedded import DecoderConfig, create_decoder, save_decoder
 from towline.schema import Trajectory
 from towline.trainers.advantages import group_advantages
-from towline.trainers.learner import Learner, LearnerSettings
-from towline.trainers.loss import LossSettings, policy_loss, token_logprobs
-from towline.trainers.rows import Batch, batches, rows_of
+from towline.trainers.grpo.learner import Learner, LearnerSettings
+from towline.trainers.grpo.loss import (
+    LossSettings,
+    TrainingBatch,
+    padded_batches,
+    policy_loss,
+    token_logprobs,
+    training_rows,
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     place = tmp_path_factory.mktemp("model")
     config = DecoderConfig("qwen3", 32, 32, 64, 2, 2, 1, 16, max_position_embeddings=64, tie_word_embeddings=True)
-    save(create(config, 0), place)
+    save_decoder(create_decoder(config, 0), place)
     return place
 
 
@@ -51,7 +57,7 @@ def group(learner: Learner, rewards: list[float]) -> dict[str, list[Trajectory]]
     return {"g": [scored_by(learner, trajectory(f"s{n}", reward)) for n, reward in enumerate(rewards)]}
 
 
-def test_what_was_rewarded_becomes_likelier(folder: Path) -> None:
+def test_rewarded_tokens_become_more_likely(folder: Path) -> None:
     learner = Learner(folder, LearnerSettings(rate=1e-3, updates=1))
     data = group(learner, [1.0, 0.0, 0.0, 1.0])
     before = [likelihood(learner, made) for made in data["g"]]
@@ -89,7 +95,7 @@ def test_a_group_without_a_gradient_changes_nothing_but_the_version(folder: Path
     assert all(torch.equal(value, weights[name]) for name, value in learner.model.state_dict().items())
 
 
-def test_groups_that_teach_nothing_make_for_fewer_steps_not_smaller_ones(folder: Path) -> None:
+def test_groups_without_a_gradient_mean_fewer_steps_not_smaller_ones(folder: Path) -> None:
     for equal, steps in ((0, 4), (6, 1)):
         learner = Learner(folder, LearnerSettings(updates=4))
         groups = group(learner, [1.0, 0.0] * (4 if not equal else 1))
@@ -99,7 +105,7 @@ def test_groups_that_teach_nothing_make_for_fewer_steps_not_smaller_ones(folder:
         assert taken == steps
 
 
-def test_going_on_from_a_checkpoint_is_as_if_it_had_never_stopped(folder: Path, tmp_path: Path) -> None:
+def test_resuming_from_a_checkpoint_gives_the_same_result(folder: Path, tmp_path: Path) -> None:
     def data(n: int) -> dict[str, list[Trajectory]]:
         return {"g": [trajectory(f"s{n}{k}", float(k % 2), version=n) for k in range(6)]}
 
@@ -120,14 +126,14 @@ def test_going_on_from_a_checkpoint_is_as_if_it_had_never_stopped(folder: Path, 
     assert Learner(folder, LearnerSettings()).resume(tmp_path / "nowhere") is None
 
 
-def one_batch(folder: Path) -> tuple[Learner, Batch]:
+def one_batch(folder: Path) -> tuple[Learner, TrainingBatch]:
     learner = Learner(folder, LearnerSettings())
     data = [trajectory("a", 1.0), trajectory("b", 0.0)]
-    (made,) = batches(rows_of(data, group_advantages({"g": data})), 10_000)
+    (made,) = padded_batches(training_rows(data, group_advantages({"g": data})), 10_000)
     return learner, made
 
 
-def test_the_loss_is_what_its_formula_says(folder: Path) -> None:
+def test_the_loss_matches_its_formula(folder: Path) -> None:
     learner, batch = one_batch(folder)
     new, entropy = token_logprobs(learner.model, batch)
     settings = LossSettings(clip_low=0.2, clip_high=0.28, behaviour_bound=2.0, entropy=0.1, kl=0.5)
@@ -152,7 +158,7 @@ def test_the_loss_is_what_its_formula_says(folder: Path) -> None:
     assert found.clipped == pytest.approx(0.5, abs=1e-5)
 
 
-def test_logprobs_are_those_of_the_temperature_that_was_sampled_with(folder: Path) -> None:
+def test_logprobs_use_the_sampling_temperature(folder: Path) -> None:
     learner, batch = one_batch(folder)
     batch.temperatures = torch.linspace(0.5, 2.0, batch.targets.numel()).reshape(batch.targets.shape)
     found, _ = token_logprobs(learner.model, batch)
@@ -161,7 +167,7 @@ def test_logprobs_are_those_of_the_temperature_that_was_sampled_with(folder: Pat
     assert torch.allclose(found, full[batch.mask.bool()], atol=1e-5)
 
 
-def test_weights_are_saved_as_an_engine_reads_them(folder: Path, tmp_path: Path) -> None:
+def test_saved_weights_load_in_an_engine(folder: Path, tmp_path: Path) -> None:
     learner = Learner(folder, replace(LearnerSettings(), rate=1e-2))
     learner.update(group(learner, [1.0, 0.0]))
     learner.save_weights(tmp_path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from trained import trajectory
 
+from support.trainers.trained_rows import trajectory
 from towline.schema import SessionState, Trajectory, TurnRole
 from towline.trainers.advantages import group_advantages, token_advantages
 from towline.trainers.packing import (
@@ -13,7 +13,7 @@ from towline.trainers.packing import (
     ExtraTracesError,
     by_group,
     one_row,
-    one_row_each,
+    one_row_per_session,
     split_rows,
 )
 
@@ -32,7 +32,6 @@ def test_prompt_and_response_together_are_the_trace() -> None:
     assert len(row.prompt_ids) == 3
     assert row.response_mask == [1, 1, 1, 1]
     assert row.response_logprobs == [-1.0] * 4
-    assert row.response_versions == [0] * 4
     assert (row.session_id, row.group_id, row.reward, row.num_turns) == ("s", "g", 1.0, 1)
 
 
@@ -67,10 +66,10 @@ def test_the_row_that_is_kept_is_of_the_main_conversation() -> None:
     assert dropped == Dropped(sessions=1, traces=2, tokens=8)
 
 
-def test_a_session_that_sampled_nothing_gives_no_row_and_is_counted() -> None:
+def test_a_session_without_samples_gives_no_row_and_is_counted() -> None:
     empty = Trajectory(session_id="broken", group_id="g", state=SessionState.FAILED, error="the sandbox did not start")
     dropped = Dropped()
-    assert [row.session_id for row in one_row_each([empty, trajectory("s", 1.0)], "error", dropped)] == ["s"]
+    assert [row.session_id for row in one_row_per_session([empty, trajectory("s", 1.0)], "error", dropped)] == ["s"]
     assert dropped.sessions == 1
 
 
@@ -89,7 +88,7 @@ def test_every_trace_of_a_session_carries_the_sessions_advantage() -> None:
     assert values["b/0"].tolist() == [0, 0, 0, -0.5, -0.5, -0.5, -0.5]  # type: ignore[union-attr]
 
 
-def test_a_turns_reward_comes_on_top_at_its_own_tokens() -> None:
+def test_a_turns_reward_is_added_at_its_own_tokens() -> None:
     sessions = [
         trajectory("a", 1.0, chains=2, per_turn={"a-0": 1.0, "a-1": 0.0}),
         trajectory("b", 0.0, chains=2, per_turn={"b-0": 0.0, "b-1": 0.0}),

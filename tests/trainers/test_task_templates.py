@@ -17,7 +17,7 @@ def made(fields: dict[str, Any], row: dict[str, Any], prompt: Any = "do it") -> 
     return TaskTemplate({"harness": "shell", **fields}).task(row, prompt=prompt, name="run", samples=2)
 
 
-def test_a_name_alone_is_the_value_and_within_a_text_it_is_text() -> None:
+def test_a_lone_reference_is_the_value_and_within_text_it_is_text() -> None:
     fields = {
         "instruction": "{row.question} Choose from {row.choices}.",
         "harness_options": {"command": ["{program}/agent", "{row.choices.1}"]},
@@ -33,12 +33,12 @@ def test_a_name_alone_is_the_value_and_within_a_text_it_is_text() -> None:
     assert made(fields, row).task_id != task.task_id
 
 
-def test_without_an_instruction_the_prompt_is_it() -> None:
+def test_without_an_instruction_the_prompt_is_used() -> None:
     assert made({}, {}).instruction == "do it"
     assert made({}, {}, PROMPT).instruction == "Be brief.\n\nWhy?"
 
 
-def test_a_row_may_bring_a_task_of_its_own() -> None:
+def test_a_row_may_override_task_fields() -> None:
     own = {"harness": "pi", "instruction": "literally {row.nothing}"}
     task = made({"evaluator": {"kind": "answer", "answer": "{row.a}"}}, {"a": "1", "towline_task": own})
     assert (task.harness, task.instruction) == ("pi", "literally {row.nothing}")
@@ -48,7 +48,7 @@ def test_a_row_may_bring_a_task_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("fields", "row", "prompt", "field", "said"),
     [
-        ({"instruction": "{row.gone.0}"}, {"gone": []}, "x", "gone.0", "the row has none"),
+        ({"instruction": "{row.gone.0}"}, {"gone": []}, "x", "gone.0", "the row does not have it"),
         ({}, {"towline_task": "pi"}, "x", "towline_task", "an object"),
         ({}, {}, None, "prompt", "text or a list of messages"),
         ({}, {}, " ", "prompt", "is empty"),
@@ -58,7 +58,7 @@ def test_a_row_may_bring_a_task_of_its_own() -> None:
         ({"timeouts": {"run": "{row.t}"}}, {"t": "soon"}, "x", "timeouts.run", "valid number"),
     ],
 )
-def test_what_is_wrong_with_a_row_is_told_with_its_field(
+def test_an_invalid_row_is_reported_with_its_field(
     fields: dict[str, Any], row: dict[str, Any], prompt: Any, field: str, said: str
 ) -> None:
     with pytest.raises(RowError, match=said) as caught:
@@ -66,8 +66,10 @@ def test_what_is_wrong_with_a_row_is_told_with_its_field(
     assert caught.value.field == field
 
 
-def test_what_is_missing_is_told_with_where_to_say_it() -> None:
-    with pytest.raises(RowError, match=r"harness: Field required; say it in the task template or in `towline_task`"):
+def test_a_missing_field_is_reported_with_where_to_set_it() -> None:
+    with pytest.raises(
+        RowError, match=r"harness: Field required; set it in the task template or in the row's `towline_task`"
+    ):
         TaskTemplate().task({}, prompt="x", name="run")
 
 
@@ -77,7 +79,7 @@ def test_files_are_toml_or_json_with_the_fields_of_a_task(tmp_path: Path) -> Non
     json.write_text('{"harness": "pi", "timeouts": {"run": 5}}')
     assert TaskTemplate.read(toml) == TaskTemplate.read(json)
     other.write_text('harnes = "pi"')
-    with pytest.raises(ConfigError, match="a task has no harnes"):
+    with pytest.raises(ConfigError, match="unknown task fields harnes"):
         TaskTemplate.read(other)
-    with pytest.raises(ConfigError, match="no task template in TOML or JSON"):
+    with pytest.raises(ConfigError, match="not a task template in TOML or JSON"):
         TaskTemplate.read(tmp_path / "nowhere.toml")

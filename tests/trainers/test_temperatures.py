@@ -9,20 +9,20 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
-from adapter_views import VIEWS, Sample, group_of, session
 
-from towline import tiny
+from support.trainers.adapter_views import VIEWS, Sample, group_of, session
 from towline.config import GatewaySettings, SamplingSettings, SessionSettings
+from towline.demo import tiny_model
 from towline.demo.session import recompute
 from towline.engines.embedded import EmbeddedEngine
 from towline.errors import ConfigError
 from towline.gateway.gateway import Gateway
-from towline.gateway.server import serving
+from towline.gateway.server import serve_gateway
 from towline.schema import BuilderName, Reward, Trajectory, Turn
 from towline.tokens.loading import load_codec
-from towline.trainers import nemo_gym_response, prime_rl, slime, verifiers
-from towline.trainers.learner import Learner, LearnerSettings
-from towline.trainers.packing import check_temperature, common_temperature, split_rows
+from towline.trainers import nemo_gym, prime_rl, slime, verifiers
+from towline.trainers.grpo.learner import Learner, LearnerSettings
+from towline.trainers.packing import batch_temperature, check_temperature, split_rows
 
 KEY = "control-key-of-the-tests"
 
@@ -30,7 +30,7 @@ KEY = "control-key-of-the-tests"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return tiny.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
+    return tiny_model.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
 
 
 async def sampled(model: Path, data: Path, temperatures: list[float], **settings: Any) -> Trajectory:
@@ -41,7 +41,7 @@ async def sampled(model: Path, data: Path, temperatures: list[float], **settings
     gateway = Gateway(
         engine, codec, GatewaySettings(port=0, control_port=0, data=data), defaults=defaults, model="tiny"
     )
-    async with serving(gateway, KEY) as running, aiohttp.ClientSession() as web:
+    async with serve_gateway(gateway, KEY) as running, aiohttp.ClientSession() as web:
         control = {"authorization": f"Bearer {KEY}"}
         async with web.post(f"{running.control_url}/v1/sessions", json={}, headers=control) as response:
             opened = await response.json()
@@ -99,7 +99,7 @@ def at(made: Trajectory, *temperatures: float) -> Trajectory:
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_row_of_several_temperatures_is_refused_where_a_trainer_takes_one(name: str) -> None:
+def test_a_row_with_several_temperatures_is_refused_by_trainers_that_take_one(name: str) -> None:
     mixed = group_of(at(session("a", 1.0), 0.3, 1.0), at(session("b", 0.0), 1.0, 1.0))
     if name == "prime_rl":
         assert len(VIEWS[name](mixed)) == 2
@@ -110,7 +110,7 @@ def test_a_row_of_several_temperatures_is_refused_where_a_trainer_takes_one(name
     assert len(VIEWS[name](uniform)) == 2
 
 
-def test_prime_rl_gets_a_temperature_per_token_that_it_can_divide_by() -> None:
+def test_prime_rl_gets_a_nonzero_temperature_per_token() -> None:
     a, b = prime_rl.training_samples([at(session("a", 1.0), 0.3, 0.0), session("b", 0.0)], "towline")
     trace = at(session("a", 1.0), 0.3, 0.0).traces[0]
     by_turn = {-1: 1.0, 0: np.float32(0.3), 1: 1.0}  # a greedy turn tells logprobs at temperature 1
@@ -122,7 +122,7 @@ def test_a_trainers_own_temperature_is_compared_with_every_trained_token() -> No
     (row,) = split_rows(at(session("a", 1.0), 0.7, 0.7))
     check_temperature(row, 0.7)
     check_temperature(row, None)
-    assert common_temperature([row]) == 0.7
+    assert batch_temperature([row]) == 0.7
     for wrong in (1.0, 0.0, 0.70001):
         with pytest.raises(ConfigError, match=r"was sampled at temperature 0\.7 and the trainer computes"):
             check_temperature(row, wrong)
@@ -132,10 +132,10 @@ def test_a_trainers_own_temperature_is_compared_with_every_trained_token() -> No
     check_temperature(type(row)(row.trajectory, masked, row.start), 1.0)
     (greedy,) = split_rows(at(session("a", 1.0), 0.0, 0.0))
     with pytest.raises(ConfigError, match=r"temperature 0 \(greedy\)"):
-        common_temperature([greedy])
+        batch_temperature([greedy])
     sample = Sample(group_index=0, index=0)
     with pytest.raises(ConfigError, match=r"sampled at temperature 0 and the trainer computes logprobs at 1"):
         slime.sample_group([sample], [greedy.trajectory], 1.0)
     with pytest.raises(ConfigError, match="sampled at temperature 0 and"):
         verifiers.trace_fields(greedy.trajectory, 1.0)
-    assert nemo_gym_response.response_of(greedy, {})["temperature"] == 0.0
+    assert nemo_gym.response_of(greedy, {})["temperature"] == 0.0

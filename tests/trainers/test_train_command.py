@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from towline import tiny
-from towline.demo import AGENT
-from towline.tiny.tasks import training_task
-from towline.trainers import metrics
+from towline.demo import tiny_model
+from towline.demo.registry import EXAMPLE_AGENT, training_task
+from towline.trainers.grpo import metrics
 
 pytestmark = pytest.mark.timeout(900)
 """Several processes, each of which imports torch: minutes on a machine that is busy with other things."""
@@ -32,10 +31,10 @@ def train(model: Path, out: Path, steps: int) -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
+    return tiny_model.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
 
 
-def test_it_learns_checkpoints_and_goes_on(model: Path, tmp_path: Path) -> None:
+def test_it_learns_checkpoints_and_resumes(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     first = train(model, out, 1)
     assert first["last"]["version"] == 1
@@ -46,7 +45,7 @@ def test_it_learns_checkpoints_and_goes_on(model: Path, tmp_path: Path) -> None:
     assert again["last"]["version"] == 2
     # The first run's sessions were used once, and no others were made for them.
     assert again["last"]["sessions_used"] == 16
-    steps = [line for line in metrics.read(out) if "mean_reward" in line]
+    steps = [line for line in metrics.read_metrics(out) if "mean_reward" in line]
     assert [line["step"] for line in steps] == [1, 2]
     written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in written if "success" in line] == [0, 1, 2]  # once each, though it resumed at 1
@@ -58,9 +57,9 @@ def test_it_learns_checkpoints_and_goes_on(model: Path, tmp_path: Path) -> None:
     assert (out / "weights" / "v2" / "model.safetensors").is_file()
 
 
-def test_a_run_whose_sessions_all_fail_says_why_and_can_go_on(model: Path, tmp_path: Path) -> None:
+def test_a_run_whose_sessions_all_fail_says_why_and_can_resume(model: Path, tmp_path: Path) -> None:
     out, tasks = tmp_path / "run", tmp_path / "tasks.jsonl"
-    made = training_task(0, AGENT, samples=2)
+    made = training_task(0, EXAMPLE_AGENT, samples=2)
     broken = made.model_copy(update={"environment": made.environment.model_copy(update={"setup": ["exit 3"]})})
     tasks.write_text(broken.model_dump_json() + "\n")
     command = ["train", str(tasks), "--model", str(model), "--out", str(out), "--steps", "1"]
@@ -77,7 +76,7 @@ def test_a_run_whose_sessions_all_fail_says_why_and_can_go_on(model: Path, tmp_p
 
     failed = run()
     assert failed.returncode == 1
-    assert "groups in a row had too few sessions to learn from" in failed.stderr
+    assert "groups in a row had too few usable sessions" in failed.stderr
     assert "set-up command" in failed.stderr
     # Mended, the run goes on; it waits for none of those that failed.
     tasks.write_text(made.model_dump_json() + "\n")

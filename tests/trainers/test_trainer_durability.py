@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from towline import tiny
 from towline.client import Client
-from towline.demo import AGENT
+from towline.demo import tiny_model
+from towline.demo.registry import EXAMPLE_AGENT, training_task
 from towline.schema import TaskState, Unit
-from towline.tiny.tasks import training_task
-from towline.trainers import metrics
+from towline.trainers.grpo import metrics
 from towline.trainers.service import own_service
 
 pytestmark = pytest.mark.timeout(900)
@@ -37,7 +36,7 @@ GROUPS, SAMPLES = 2, 2
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
-    return tiny.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
+    return tiny_model.create(tmp_path_factory.mktemp("models") / "tiny", steps=20)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     judge += "    return int(hashlib.md5(trajectory.session_id.encode()).hexdigest()[:8], 16) / 2**32\n"
     (folder / "judge.py").write_text(judge)
     evaluator = {"kind": "python", "function": f"{folder / 'judge.py'}:reward"}
-    made = training_task(0, AGENT, samples=SAMPLES).model_copy(update={"evaluator": evaluator})
+    made = training_task(0, EXAMPLE_AGENT, samples=SAMPLES).model_copy(update={"evaluator": evaluator})
     (folder / "task.jsonl").write_text(made.model_dump_json() + "\n")
     return folder / "task.jsonl"
 
@@ -89,7 +88,7 @@ def test_a_trainer_killed_at_every_point_uses_every_session_once(model: Path, ta
             used[version] = extra["used"]
         done = train(model, task, out, steps, "--url", url)
         assert done.returncode == 0, done.stderr[-3000:]
-        used |= {line["version"]: line["used"] for line in metrics.read(out) if "used" in line}
+        used |= {line["version"]: line["used"] for line in metrics.read_metrics(out) if "used" in line}
         _check_all_were_used_once(client, out.name, used, steps)
         assert json.loads(done.stdout)["last"]["sessions_used"] == steps * GROUPS * SAMPLES
         assert checkpoint(out)[0] == client.policy().version == steps
@@ -118,7 +117,7 @@ def _check_all_were_used_once(client: Client, run: str, used: dict[int, list[str
     assert not [one for one in left if one.task_id.startswith(f"{run}/")]
 
 
-def test_a_trainer_killed_with_its_own_service_goes_on_with_what_that_had(
+def test_a_trainer_killed_with_its_local_service_resumes_with_its_store(
     model: Path, task: Path, tmp_path: Path
 ) -> None:
     out, options = tmp_path / "run", ["--concurrency", "4", "--max-staleness", "0"]

@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from towline import tiny
 from towline.client import Client
-from towline.demo import AGENT
-from towline.engines.embedded import load, save
+from towline.demo import registry, tiny_model
+from towline.demo.registry import EXAMPLE_AGENT, REGISTRY_PATH
+from towline.engines.embedded import load_decoder, save_decoder
 from towline.schema import Task, Trajectory
-from towline.tiny import registry
-from towline.tiny.tasks import REGISTRY
 from towline.trainers.service import own_service
 
 pytestmark = pytest.mark.timeout(900)
@@ -38,15 +36,15 @@ BOUND = 1e-3
 def weights(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A model that hardly knows how to end a turn, and others that are near it and plainly not the same."""
     torch.set_num_threads(1)
-    folders = [tiny.create(tmp_path_factory.mktemp("models") / "v0", steps=2)]
+    folders = [tiny_model.create(tmp_path_factory.mktemp("models") / "v0", steps=2)]
     for version in range(1, 4):
-        decoder = load(folders[0])
+        decoder = load_decoder(folders[0])
         chance = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for values in decoder.parameters():
                 values += 0.3 * values.std() * torch.randn(values.shape, generator=chance)
         folders.append(tmp_path_factory.mktemp("models") / f"v{version}")
-        save(decoder, folders[-1])
+        save_decoder(decoder, folders[-1])
     return folders
 
 
@@ -59,17 +57,17 @@ def client(weights: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def long_task(name: str) -> Task:
     """A conversation of long turns: whatever the model says is taken for an answer, and the next question follows."""
-    instance = registry.draw(Random(name), questions=QUESTIONS)
+    instance = registry.draw_instance(Random(name), questions=QUESTIONS)
     return Task.model_validate(
         {
             "task_id": name,
             "instruction": instance.questions[0].text,
             "harness": "shell",
             "harness_options": {
-                "command": ["python3", "-S", "-E", f"{{program}}/{AGENT.name}", "--registry", REGISTRY],
-                "folder": str(AGENT.parent),
+                "command": ["python3", "-S", "-E", f"{{program}}/{EXAMPLE_AGENT.name}", "--registry", REGISTRY_PATH],
+                "folder": str(EXAMPLE_AGENT.parent),
             },
-            "environment": {"files": [{"target": REGISTRY, "text": instance.to_json()}]},
+            "environment": {"files": [{"target": REGISTRY_PATH, "text": instance.to_json()}]},
             "num_samples": SESSIONS,
             "settings": {"sampling": {"max_tokens": LONGEST}},
         }
@@ -103,7 +101,7 @@ def recomputed(folder: Path, trajectory: Trajectory) -> np.ndarray:
     """The logprob of every token of the session's one row, under these weights."""
     (trace,) = trajectory.traces
     ids = torch.from_numpy(trace.token_ids.astype(np.int64))
-    decoder = load(folder)
+    decoder = load_decoder(folder)
     with torch.no_grad():
         logprobs = torch.log_softmax(decoder(ids[None])[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
     return np.concatenate([[0.0], logprobs.numpy()])
@@ -134,7 +132,7 @@ def halved(trajectories: list[Trajectory]) -> int:
     return sum(len(set(turn.versions.tolist())) > 1 for one in trajectories for turn in one.turns)
 
 
-def test_turns_that_are_drained_are_of_one_version(client: Client, weights: list[Path]) -> None:
+def test_drained_turns_have_one_version(client: Client, weights: list[Path]) -> None:
     old = client.policy().version
     client.submit(long_task("drained"))
     sampling(client, "drained")
@@ -146,7 +144,7 @@ def test_turns_that_are_drained_are_of_one_version(client: Client, weights: list
     assert halved(found) == 0
 
 
-def test_turns_that_are_cut_go_on_under_the_version_that_follows(client: Client, weights: list[Path]) -> None:
+def test_aborted_turns_continue_under_the_next_version(client: Client, weights: list[Path]) -> None:
     old = client.policy().version
     client.submit(long_task("cut"))
     sampling(client, "cut")
@@ -159,7 +157,7 @@ def test_turns_that_are_cut_go_on_under_the_version_that_follows(client: Client,
     assert all("resumed" in turn.flags for one in found for turn in one.turns if len(set(turn.versions.tolist())) > 1)
 
 
-def test_a_push_without_a_pause_is_a_cut_between_two_steps(client: Client, weights: list[Path]) -> None:
+def test_a_push_without_a_pause_switches_between_two_steps(client: Client, weights: list[Path]) -> None:
     old = client.policy().version
     client.submit(long_task("pushed"))
     sampling(client, "pushed")

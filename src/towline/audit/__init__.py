@@ -1,11 +1,9 @@
-"""The fidelity audit: proof, not promise, that rows hold what the model saw and sampled.
+"""The fidelity audit: proof that rows hold exactly what the model saw and sampled.
 
-What is played: `families` and `formats` are the models and how they write, `targets` the tokenizers and templates,
-`abilities` what a target can do, `behaviours` what harnesses do, `casting` who plays what. How it is played: `play` is one
-conversation, `tongues` the four dialects it is told in, `wires` the way to the gateway, `script` and `engine` what the model
-says and how it is scored, `runner` all of it together. What is checked: `oracle`, `conversion` and `comparison` are the
-independent rendering of every prompt, `evidence` is what is left on disk, `measure` the figures computed from it, `judge`
-the comparison with the specification, `mutations` the check of the audit itself, `report` the outcome.
+It plays conversations as harnesses hold them (`behaviours`, `simulation`, `clients`) on real tokenizers and templates
+(`families`, `targets`) through a real gateway with a scripted, scored engine (`engine`), and checks what comes out: every
+prompt against an independent rendering (`oracle`, `conversion`, `comparison`), every logprob against a forward pass
+(`evidence`), every graph against the specification (`checks`), and the audit itself against known faults (`mutations`).
 """
 
 from towline.audit.report import AuditReport, render

@@ -1,12 +1,11 @@
-"""The comparison with the oracle: what the engine was given against what a plain server would have shown the model.
+"""Compares the engine's prompts with the oracle: what a plain server would have shown the model.
 
-Under `as_sent` the two must be the same ids. Where the specification has the gateway keep what was sampled although a
-plain server would write it otherwise, a turn is excluded, with the reason. Whether a turn is excluded is decided when its
-request is sent, from the request, the oracle's own renderings and what the script sampled before; never from the prompt
-that the gateway made.
+Under `as_sent` the two must be the same ids. Where the specification makes the gateway keep sampled tokens that a plain
+server would write differently, the turn is excluded with a reason. Exclusion is decided when the request is sent, from the
+request, the oracle's renderings and the scripted samples so far; never from the gateway's prompt.
 
-One setting of a session changes what a plain server is compared with: of text that it calls noise the model keeps seeing
-the first version, as the specification says.
+One session setting changes the reference: for text that the settings call noise, the model keeps seeing the first version,
+as the specification says.
 """
 
 from __future__ import annotations
@@ -20,41 +19,46 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from towline.audit.conversion import Asked, Known, convert, in_one, same_reply
-from towline.audit.engine import Call
-from towline.audit.formats import Format
-from towline.audit.oracle import HfMessage, Oracle, Refusal
-from towline.audit.script import Line
-from towline.audit.tongues import Wired
+from towline.audit.clients import WireJson
+from towline.audit.conversion import ConvertedRequest, SeenReplies, convert, merge_assistant_messages, same_reply
+from towline.audit.engine import EngineCall, ScriptedReply
+from towline.audit.families import ReplyFormat
+from towline.audit.oracle import HfMessage, Oracle, TemplateRefused
 
-LEAST_COMPARED = 0.9
-"""The share of turns that must be compared."""
+MIN_COMPARED_SHARE = 0.9
+"""Share of turns that must be compared."""
 _MARGIN = 8
-"""Tokens more than there are characters, for those that begin before the first."""
+"""Extra tokens beyond the number of characters, for tokens that start before the first one."""
 
 
-class Excluded(StrEnum):
-    """Why a turn's prompt need not be the plain server's."""
+class Exclusion(StrEnum):
+    """Why a turn's prompt may differ from a plain server's."""
 
     IDS_KEPT = "sampled_ids_kept"
-    """A reply was sampled in other ids than the tokenizer gives for its text."""
+    """A reply was sampled as other ids than the tokenizer gives for its text."""
     SPELLING_KEPT = "spelling_kept"
-    """A reply that came back with the same meaning is spelled otherwise by the template, or by the harness."""
+    """The template or the harness spells a reply differently, with the same meaning."""
     CUT_KEPT = "cut_kept"
-    """A reply was cut short, in its reasoning or in a call, and came back as the part of it that can be read."""
+    """A reply was truncated in its reasoning or in a call, and only its readable part came back."""
     END_KEPT = "end_kept"
-    """A reply ended on another end-of-turn id than the template writes."""
+    """A reply ended with another end-of-turn id than the template writes."""
     VANISHED_KEPT = "vanished_kept"
-    """The session's settings keep a message that is gone from the request."""
+    """The session's settings keep a message that is missing from the request."""
     PLAIN_TEXT = "special_text_plain"
     """The session's settings encode the text of special tokens as plain text."""
+    IMAGE_TEXT = "image_token_plain"
+    """A message spells an image token, which is encoded as plain text: it shows no image."""
     REFUSED = "template_refused"
-    """The template itself refuses the messages as they were sent."""
+    """The template refuses the messages as sent."""
+
+
+_SAME_TEXT = (Exclusion.IDS_KEPT, Exclusion.IMAGE_TEXT)
+"""Reasons for other ids with the same text."""
 
 
 @dataclass(slots=True)
-class Tally:
-    """Turns by the outcome of their comparison."""
+class ComparisonTally:
+    """Turns by outcome of the comparison."""
 
     compared: int = 0
     different: int = 0
@@ -68,7 +72,7 @@ class Tally:
     def share(self) -> float:
         return self.compared / self.turns if self.turns else 0.0
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: ComparisonTally) -> None:
         self.compared += other.compared
         self.different += other.different
         self.excluded.update(other.excluded)
@@ -79,136 +83,141 @@ class Tally:
 
 @dataclass(slots=True)
 class _Request:
-    """One request of the harness, and what the oracle makes of it."""
+    """One request of the harness and its rendering by the oracle."""
 
-    asked: Asked
+    asked: ConvertedRequest
     text: str
     ids: list[int]
-    excluded: Excluded | None
+    excluded: Exclusion | None
     tail: str = ""
-    """How a plain server's prompt ends: from the content of the last message on."""
+    """The end of a plain server's prompt, from the content of the last message on."""
 
 
 @dataclass(slots=True)
 class _Reply:
-    """One reply that the harness got."""
+    """One reply that the harness received."""
 
     request: _Request
     message: HfMessage
-    """With the whole text, the beginning that the harness wrote included."""
+    """With the whole text, including a prefill by the harness."""
     body: str
-    """What was sampled, without its end."""
+    """The sampled text without the end-of-turn token."""
     sampled: list[int]
-    """Likewise."""
+    """The sampled ids without the end-of-turn id."""
     end: str
-    """The text of the token that it ended on; empty if it was cut short."""
+    """The text of the end-of-turn token; empty if the reply was truncated."""
 
 
-class Witness:
-    """Keeps what one harness sent and got, and compares it with what the engine was given."""
+class PromptChecker:
+    """Records what one harness sent and received, and compares it with the engine's prompts."""
 
     def __init__(
         self,
         oracle: Oracle,
-        format: Format,
+        format: ReplyFormat,
         settings: Mapping[str, Any],
         now: datetime,
         *,
         closes: bool,
         plain_text: bool,
+        image_text: re.Pattern[str] | None = None,
     ):
-        """`closes`: the end of a turn belongs to the turn. `plain_text`: special tokens in messages stay text."""
+        """`closes`: the end of a turn belongs to the turn. `plain_text`: special tokens in messages are encoded as text;
+        `image_text` matches those that always are."""
         self.oracle = oracle
         self.format = format
         self.settings = settings
         self.now = now
         self.closes = closes
         self.plain_text = plain_text
-        self.known = Known()
+        self.image_text = image_text
+        self.seen = SeenReplies()
         self._noise = [re.compile(pattern) for pattern in settings.get("noise", ())]
         self._shown: list[HfMessage] = []
-        """The messages of the last request as the model was shown them."""
+        """The messages of the last request as shown to the model."""
         self._requests: dict[int, _Request] = {}
         self._replies: list[_Reply] = []
 
-    def asked(self, dialect: str, body: bytes, numbers: Sequence[int]) -> None:
-        """A request goes out; its samples have these numbers."""
-        asked = convert(dialect, body, self.known)
+    def record_request(self, dialect: str, body: bytes, numbers: Sequence[int]) -> None:
+        """Record a request; its samples have these numbers."""
+        asked = convert(dialect, body, self.seen)
         kept = replace(asked, messages=self._as_kept(asked.messages))
         try:
             text = self._text(kept)
             if kept != asked and self._rewritten(kept, text):
-                # The template shows a reply otherwise by now: a fork, which shows the request as it was sent.
+                # The template now renders an earlier reply differently: a fork, which shows the request as sent.
                 kept, text = asked, self._text(asked)
             ids = self.oracle.encode(text)
             request = _Request(kept, text, ids, self._excluded(kept, text), self._tail(kept, text))
-        except Refusal:
-            request = _Request(kept, "", [], Excluded.REFUSED)
+        except TemplateRefused:
+            request = _Request(kept, "", [], Exclusion.REFUSED)
         self._shown = request.asked.messages
         self._requests |= dict.fromkeys(numbers, request)
 
-    def _text(self, asked: Asked) -> str:
+    def _text(self, asked: ConvertedRequest) -> str:
         show = self.oracle.continued if asked.prefilled else self.oracle.render
         return show(asked.messages, asked.tools, now=self.now)
 
-    def heard(self, number: int, line: Line, message: Wired, calls: Sequence[Call], stop_ids: frozenset[int]) -> None:
-        """The reply with this number has come; `calls` are the engine's for it."""
+    def record_reply(
+        self, number: int, line: ScriptedReply, message: WireJson, calls: Sequence[EngineCall], stop_ids: frozenset[int]
+    ) -> None:
+        """Record the reply with this number; `calls` are the engine calls behind it."""
         request = self._requests[number]
         sampled = [int(id) for call in calls for id in call.sampled]
         ended = bool(sampled) and sampled[-1] in stop_ids
         end = self.oracle.decode(sampled[-1:]) if ended else ""
         kept = sampled[:-1] if ended else sampled
-        begun = request.asked.messages[-1]["content"] if request.asked.prefilled else ""
-        written = self._written(line, message, begun)
+        prefill = request.asked.messages[-1]["content"] if request.asked.prefilled else ""
+        written = self._written(line, message, prefill)
         self._replies.append(_Reply(request, written, self.oracle.decode(kept), kept, end))
-        self._know(line, message, written, request)
+        self._remember(line, message, written, request)
 
-    def _written(self, line: Line, message: Wired, begun: str) -> HfMessage:
-        """The reply as the model meant it: what the harness got, with the ids that the model wrote."""
+    def _written(self, line: ScriptedReply, message: WireJson, prefill: str) -> HfMessage:
+        """The reply as the model wrote it: the received message with the model's own call ids."""
         native = line.written_calls(self.format)
         calls = []
-        for place, call in enumerate(message.get("tool_calls") or ()):
-            id = native[place].id if place < len(native) and native[place].id else call["id"]
-            self.known.ids["".join(filter(str.isalnum, call["id"]))] = id
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            id = native[index].id if index < len(native) and native[index].id else call["id"]
+            self.seen.ids["".join(filter(str.isalnum, call["id"]))] = id
             calls.append(
                 {"id": id, "name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
             )
-        written: HfMessage = {"role": "assistant", "content": begun + (message.get("content") or "")}
+        written: HfMessage = {"role": "assistant", "content": prefill + (message.get("content") or "")}
         if line.reasoning and not line.free:
             written["reasoning"] = line.reasoning
         if calls:
             written["tool_calls"] = calls
         return written
 
-    def _know(self, line: Line, message: Wired, written: HfMessage, request: _Request) -> None:
-        known = self.known
-        known.written.append(written)
+    def _remember(self, line: ScriptedReply, message: WireJson, written: HfMessage, request: _Request) -> None:
+        seen = self.seen
+        seen.written.append(written)
         if message.get("signature") and line.reasoning:
-            known.sealed[message["signature"]] = line.reasoning
+            seen.sealed[message["signature"]] = line.reasoning
         items = message.get("items", {})
         if "reasoning" in items:
-            known.items[items["reasoning"]] = {"role": "assistant", "content": "", "reasoning": line.reasoning or ""}
+            seen.items[items["reasoning"]] = {"role": "assistant", "content": "", "reasoning": line.reasoning or ""}
         if "message" in items:
-            known.items[items["message"]] = {"role": "assistant", "content": message.get("content") or ""}
+            seen.items[items["message"]] = {"role": "assistant", "content": message.get("content") or ""}
         for call, own in zip(message.get("tool_calls") or (), written.get("tool_calls", ()), strict=True):
             if "item" in call:
-                known.items[call["item"]] = {"role": "assistant", "content": "", "tool_calls": [own]}
+                seen.items[call["item"]] = {"role": "assistant", "content": "", "tool_calls": [own]}
         if "answer" in message:
-            known.answers[message["answer"]] = [*request.asked.messages, written]
+            seen.answers[message["answer"]] = [*request.asked.messages, written]
 
-    def _tail(self, asked: Asked, text: str) -> str:
+    def _tail(self, asked: ConvertedRequest, text: str) -> str:
         if asked.prefilled:
             return ""
         at = text.rfind(asked.messages[-1]["content"].strip())
         if at >= 0:
             return text[at:]
-        # The template spells the content otherwise: what opens the reply is left.
+        # The template spells the content differently: only the generation prompt remains as the tail.
         closed = self.oracle.render(asked.messages, asked.tools, now=self.now, generation=False)
         shared = next((n for n, (a, b) in enumerate(zip(text, closed, strict=False)) if a != b), len(closed))
         return text[shared:]
 
     def _as_kept(self, messages: list[HfMessage]) -> list[HfMessage]:
-        """The messages with noise as the model saw it first."""
+        """The messages with the first version of any noise, as the model keeps seeing it."""
         before = [*self._shown, *([{}] * len(messages))] if self._noise else []
         return [
             old if old and self._without_noise(old) == self._without_noise(message) else message
@@ -223,77 +232,79 @@ class Witness:
 
     # Exclusion
 
-    def _excluded(self, asked: Asked, text: str) -> Excluded | None:
+    def _excluded(self, asked: ConvertedRequest, text: str) -> Exclusion | None:
         if self._replies and self.settings.get("vanishing") == "keep":
-            return Excluded.VANISHED_KEPT
+            return Exclusion.VANISHED_KEPT
         if self.plain_text and self._spells_special(asked):
-            return Excluded.PLAIN_TEXT
+            return Exclusion.PLAIN_TEXT
         reasons = {reason for reply in self._own(asked) if (reason := self._kept(reply, text)) is not None}
-        if any(self._written_on(reply, asked) for reply in self._replies):
-            reasons.add(Excluded.IDS_KEPT)
-        # Other ids alone leave the text to be compared: that is the last excuse to take.
-        return min(reasons, key=lambda reason: (reason is Excluded.IDS_KEPT, reason.value), default=None)
+        if any(self._appended_to(reply, asked) for reply in self._replies):
+            reasons.add(Exclusion.IDS_KEPT)
+        if self.image_text is not None and any(self.image_text.search(one["content"]) for one in asked.messages):
+            reasons.add(Exclusion.IMAGE_TEXT)
+        # With other ids the text can still be compared, so these are the last reasons to choose.
+        return min(reasons, key=lambda reason: (reason in _SAME_TEXT, reason.value), default=None)
 
-    def _own(self, asked: Asked) -> Iterator[_Reply]:
-        """The replies that came back in a request."""
-        told = [message for message in in_one(asked.messages) if message["role"] == "assistant"]
+    def _own(self, asked: ConvertedRequest) -> Iterator[_Reply]:
+        """The recorded replies that a request contains."""
+        sent = [message for message in merge_assistant_messages(asked.messages) if message["role"] == "assistant"]
         for reply in self._replies:
-            if any(same_reply(reply.message, message) for message in told):
+            if any(same_reply(reply.message, message) for message in sent):
                 yield reply
 
-    def _written_on(self, reply: _Reply, asked: Asked) -> bool:
-        """Whether the harness sent a reply back with more behind it: its ids stay, up to what was added."""
-        said = reply.message["content"].strip()
-        told = [message["content"] for message in asked.messages if message["role"] == "assistant"]
-        return bool(said) and any(content.startswith(said) and content.strip() != said for content in told)
+    def _appended_to(self, reply: _Reply, asked: ConvertedRequest) -> bool:
+        """Whether the harness sent a reply back with text appended: its ids are kept up to the addition."""
+        text = reply.message["content"].strip()
+        sent = [message["content"] for message in asked.messages if message["role"] == "assistant"]
+        return bool(text) and any(content.startswith(text) and content.strip() != text for content in sent)
 
-    def _rewritten(self, asked: Asked, text: str) -> bool:
+    def _rewritten(self, asked: ConvertedRequest, text: str) -> bool:
         *_, last = [None, *self._own(asked)]
-        return last is not None and self._shown_otherwise(last, text)
+        return last is not None and self._rendered_differently(last, text)
 
-    def _shown_otherwise(self, reply: _Reply, text: str) -> bool:
-        """Whether the template shows the history before a reply otherwise by now, or its reasoning no more."""
+    def _rendered_differently(self, reply: _Reply, text: str) -> bool:
+        """Whether the template now renders the history before a reply differently, or omits its reasoning."""
         before = reply.request.text
         if not text.startswith(before):
             return True
         shown, reasoning = text[len(before) :], (reply.message.get("reasoning") or "").strip()
         return bool(reply.end and reasoning) and not shown.startswith(reply.body) and reasoning not in shown
 
-    def _spells_special(self, asked: Asked) -> bool:
-        said = [message["content"] for message in asked.messages if message["role"] in ("user", "tool")]
-        return any(token in content for content in said for token in self.oracle.added)
+    def _spells_special(self, asked: ConvertedRequest) -> bool:
+        contents = [message["content"] for message in asked.messages if message["role"] in ("user", "tool")]
+        return any(token in content for content in contents for token in self.oracle.added)
 
-    def _kept(self, reply: _Reply, text: str) -> Excluded | None:
-        """Why a reply that came back stays as it was sampled, though a plain server writes other ids for it."""
+    def _kept(self, reply: _Reply, text: str) -> Exclusion | None:
+        """Why a returned reply keeps its sampled ids although a plain server would write others."""
         before = reply.request.text
         canonical = self.oracle.encode(before + reply.body) == reply.request.ids + reply.sampled
-        if self._shown_otherwise(reply, text):
-            # A fork: `as_sent` shows what the template shows, with replies that it shows as they were sampled.
-            return None if canonical or reply.body not in text else Excluded.IDS_KEPT
+        if self._rendered_differently(reply, text):
+            # A fork: `as_sent` shows the template's rendering, with the sampled ids of replies that it contains verbatim.
+            return None if canonical or reply.body not in text else Exclusion.IDS_KEPT
         shown = text[len(before) :]
         if not shown.startswith(reply.body):
-            return Excluded.SPELLING_KEPT if reply.end else Excluded.CUT_KEPT
+            return Exclusion.SPELLING_KEPT if reply.end else Exclusion.CUT_KEPT
         if reply.end and not shown[len(reply.body) :].startswith(reply.end) and self.closes:
-            return Excluded.END_KEPT
-        return None if canonical else Excluded.IDS_KEPT
+            return Exclusion.END_KEPT
+        return None if canonical else Exclusion.IDS_KEPT
 
     # Comparison
 
-    def compare(self, calls: Sequence[Call]) -> tuple[Tally, list[str]]:
-        """The turns of a session by outcome, and a line for each that differs. `calls` are in the engine's order."""
-        tally, problems = Tally(), []
+    def compare(self, calls: Sequence[EngineCall]) -> tuple[ComparisonTally, list[str]]:
+        """The turns of a session by outcome, and one line per difference. `calls` are in the engine's order."""
+        tally, problems = ComparisonTally(), []
         seen: set[int] = set()
         for call in calls:
             request = self._requests.get(call.number)
             if call.number in seen or request is None:
-                # A turn that was interrupted goes on from its own tokens, which the first call already proves.
+                # An interrupted turn resumes from its own tokens, which the first call already proves.
                 continue
             seen.add(call.number)
             given = [int(id) for id in call.prompt]
             if request.excluded is not None:
                 tally.excluded[request.excluded.value] += 1
-                # Other ids are no excuse for another text.
-                right = request.excluded is not Excluded.IDS_KEPT or self.oracle.decode(given) == request.text
+                # With other ids the text must still be the same.
+                right = request.excluded not in _SAME_TEXT or self._same_text(given, request)
             else:
                 tally.compared += 1
                 right = given == request.ids
@@ -302,13 +313,18 @@ class Witness:
                 problems.append(f"as_sent: turn {call.turn}: {self._difference(given, request.ids)}")
         return tally, problems
 
-    def tails(self, calls: Sequence[Call]) -> Iterator[str]:
-        """A line for each prompt that does not end as a plain server's, which it must under every context policy."""
+    def tails(self, calls: Sequence[EngineCall]) -> Iterator[str]:
+        """One line per prompt that does not end like a plain server's, which every context policy requires."""
         for number, call in {call.number: call for call in reversed(calls)}.items():
             tail = self._requests[number].tail if number in self._requests else ""
             given = self.oracle.decode([int(id) for id in call.prompt[-(len(tail) + _MARGIN) :]])
             if not given.endswith(tail):
-                yield f"turn {call.turn}: the prompt ends in {given[-len(tail) :]!r}, a plain server's in {tail!r}"
+                yield f"turn {call.turn}: the prompt ends with {given[-len(tail) :]!r}, a plain server's with {tail!r}"
+
+    def _same_text(self, given: list[int], request: _Request) -> bool:
+        """Whether ids read as the request's text, up to what encoding it changes (Unicode normalization)."""
+        shown = self.oracle.decode(given)
+        return shown == request.text or self.oracle.encode(shown) == request.ids
 
     def _difference(self, given: list[int], shown: list[int]) -> str:
         at = next(
@@ -316,4 +332,4 @@ class Witness:
         )
         start = max(0, at - 4)
         texts = [self.oracle.decode(ids[start : at + 12]) for ids in (given, shown)]
-        return f"at token {at} the engine was given {texts[0]!r}, a plain server shows {texts[1]!r}"
+        return f"at token {at} the engine got {texts[0]!r}, a plain server shows {texts[1]!r}"

@@ -1,4 +1,4 @@
-"""What the simulated conversations are about: a coding agent with two tools, and text that is awkward to tokenize.
+"""Content of the simulated conversations: a coding agent with two tools, and text that is awkward to tokenize.
 
 Everything is drawn from a `random.Random`, so that a conversation is a function of its seed.
 """
@@ -56,21 +56,11 @@ SEARCH: dict[str, Any] = {
 TOOLS = (BASH, EDIT)
 
 _WORDS = (
-    *("the", "parser", "keeps", "state", "between", "calls", "cache", "naïve", "façade", "résumé", "índice", "файл"),
-    *(
-        "設定",
-        "を",
-        "読む",
-        "測試",
-        "🙂",
-        "tokenization",
-        "uncharacteristically",
-        "HTTPServer",
-        "snake_case_name",
-        "x_1",
-    ),
-    *("3.14159", "0x1F", "2026-11-15", "don't", "re-entrant", "O(n log n)", "src/app.py", "--verbose", "&&", "≥"),
-)
+    "the", "parser", "keeps", "state", "between", "calls", "cache", "naïve", "façade", "résumé", "índice",
+    "файл", "設定", "を", "読む", "測試", "🙂", "tokenization", "uncharacteristically", "HTTPServer",
+    "snake_case_name", "x_1", "3.14159", "0x1F", "2026-11-15", "don't", "re-entrant", "O(n log n)",
+    "src/app.py", "--verbose", "&&", "≥",
+)  # fmt: skip
 _COMMANDS = (
     "ls -la src",
     "grep -rn 'näme' src/ | head -5",
@@ -83,19 +73,19 @@ _COMMANDS = (
 
 
 def sentence(random: Random, least: int = 2, most: int = 5) -> str:
-    """Words in a row, with the capital and the full stop of a sentence."""
+    """Random words with the capital letter and punctuation of a sentence."""
     words = " ".join(random.choices(_WORDS, k=random.randint(least, most)))
     return words[0].upper() + words[1:] + random.choice((".", "!", "…", "."))
 
 
 def output(random: Random) -> str:
-    """What a command printed."""
+    """The output of a command."""
     lines = [f"{random.randint(1, 99)}:\t{sentence(random, 1, 4)}" for _ in range(random.randint(1, 3))]
     return "\n".join(lines)
 
 
 def call(random: Random) -> tuple[str, dict[str, Any]]:
-    """A call of one of the tools, with arguments that can be written in several ways."""
+    """A call of one of the tools, with arguments that can be serialised in several ways."""
     if random.random() < 0.6:
         arguments: dict[str, Any] = {"command": random.choice(_COMMANDS)}
         if random.random() < 0.7:
@@ -111,6 +101,6 @@ def call(random: Random) -> tuple[str, dict[str, Any]]:
 
 
 def neutral(declaration: dict[str, Any]) -> Tool:
-    """A tool of the wire as templates are shown it."""
+    """A wire tool declaration as a neutral `Tool`."""
     function = declaration["function"]
     return Tool(function["name"], function["description"], function["parameters"])

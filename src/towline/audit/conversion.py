@@ -1,8 +1,8 @@
-"""What a harness sent, as messages for Hugging Face's chat templates: one small reader per dialect.
+"""Converts wire requests to messages for Hugging Face chat templates: one small reader per dialect.
 
-These readers share no code with `towline.dialects`. They know what the simulated harnesses can send and nothing more. What
-a request only refers to (sealed reasoning, ids of items and answers, ids of calls) is looked up among the replies that the
-harness got, which the audit has kept by itself.
+These readers share no code with `towline.dialects` and support only what the simulated harnesses send. References in a
+request (sealed reasoning, item and response ids, call ids) are resolved from the replies that the harness received, which
+the audit keeps itself.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from towline.audit.oracle import HfMessage
 _SYSTEM = ("system", "developer")
 _THINK = re.compile(r"^\s*<think>.*?</think>", re.DOTALL)
 _FREE_NAMES = ("args", "response", "parametersJsonSchema")
-"""Fields of Google's dialect whose own fields have names that the harness chose."""
+"""Fields of Google's dialect whose subfields are named by the harness."""
 
 
 @dataclass(slots=True)
-class Known:
-    """What the harness was told so far in a session."""
+class SeenReplies:
+    """The replies that a harness has received in a session, by the ids it may refer to."""
 
     sealed: dict[str, str] = field(default_factory=dict)
     """Reasoning by the signature that seals it."""
     ids: dict[str, str] = field(default_factory=dict)
-    """The id that the model wrote, by the letters and digits of the id that the harness was given."""
+    """The id that the model wrote, by the alphanumeric part of the id that the harness received."""
     written: list[HfMessage] = field(default_factory=list)
-    """Every reply with the ids that the model wrote."""
+    """Every reply, with the ids that the model wrote."""
     items: dict[str, HfMessage] = field(default_factory=dict)
-    """Parts of replies by the id of the item."""
+    """Parts of replies by item id."""
     answers: dict[str, list[HfMessage]] = field(default_factory=dict)
-    """The messages of a request and its reply, by the id of the answer."""
+    """The messages of a request and its reply, by response id."""
 
 
 @dataclass(slots=True)
-class Asked:
+class ConvertedRequest:
     """One request, converted."""
 
     messages: list[HfMessage]
@@ -46,49 +46,49 @@ class Asked:
 
     @property
     def prefilled(self) -> bool:
-        """The last message is an assistant's, which the model is to write on."""
+        """Whether the last message is an assistant message that the model continues."""
         return bool(self.messages[-1]["role"] == "assistant")
 
 
-def convert(dialect: str, body: bytes, known: Known) -> Asked:
-    """The messages and tools of a request's body."""
+def convert(dialect: str, body: bytes, known: SeenReplies) -> ConvertedRequest:
+    """The messages and tools of a request body."""
     request = json.loads(body)
     if dialect == "google":
         request = _camel(request)
     messages = list(_READERS[dialect](request, known))
-    # In the other dialects a reply is several items or blocks, and those in a row are one message.
-    read = messages if dialect == "chat" else in_one(messages)
-    return Asked(_settled(read, known), _tools(dialect, request))
+    # In the other dialects a reply is several items or blocks; consecutive ones are one message.
+    read = messages if dialect == "chat" else merge_assistant_messages(messages)
+    return ConvertedRequest(_normalise(read, known), _tools(dialect, request))
 
 
-def in_one(messages: Iterable[HfMessage]) -> list[HfMessage]:
-    """The messages, those of an assistant that follow each other as one."""
+def merge_assistant_messages(messages: Iterable[HfMessage]) -> list[HfMessage]:
+    """The messages, with consecutive assistant messages merged."""
     merged: list[HfMessage] = []
     for message in messages:
         last = merged[-1] if merged else None
         if message["role"] == "assistant" and last is not None and last["role"] == "assistant":
-            merged[-1] = _joined(last, message)
+            merged[-1] = _join(last, message)
         else:
             merged.append(message)
     return merged
 
 
-def _settled(messages: Iterable[HfMessage], known: Known) -> list[HfMessage]:
-    """Results in the order of their calls, and ids as the model wrote them."""
+def _normalise(messages: Iterable[HfMessage], known: SeenReplies) -> list[HfMessage]:
+    """Tool results in the order of their calls, and ids as the model wrote them."""
     settled: list[HfMessage] = []
     for message in messages:
         if message.get("tool_calls"):
             message = {**message, "tool_calls": _as_written(message, known)}
         if message["role"] == "tool":
             id = message["tool_call_id"]
-            message = {**message, "tool_call_id": known.ids.get(_bare(id), id)}
+            message = {**message, "tool_call_id": known.ids.get(_alphanumeric(id), id)}
         settled.append(message)
     return list(_ordered(settled))
 
 
-def _as_written(message: HfMessage, known: Known) -> list[dict[str, Any]]:
-    """The calls of a message with the ids that the model wrote; where the harness sent none, those of the same reply."""
-    calls = [{**call, "id": known.ids.get(_bare(call["id"]), call["id"])} for call in message["tool_calls"]]
+def _as_written(message: HfMessage, known: SeenReplies) -> list[dict[str, Any]]:
+    """The calls of a message with the ids that the model wrote; if the harness sent none, those of the matching reply."""
+    calls = [{**call, "id": known.ids.get(_alphanumeric(call["id"]), call["id"])} for call in message["tool_calls"]]
     if all(call["id"] for call in calls):
         return calls
     for reply in reversed(known.written):
@@ -111,19 +111,19 @@ def _ordered(messages: list[HfMessage]) -> Iterable[HfMessage]:
         if message["role"] == "tool":
             results.append(message)
             continue
-        yield from _answered(results, calls)
+        yield from _results_in_call_order(results, calls)
         results, calls = [], message.get("tool_calls", [])
         if message["role"]:
             yield message
 
 
-def _answered(results: list[HfMessage], calls: list[dict[str, Any]]) -> Iterable[HfMessage]:
-    """The results in the order of the calls, each once and with the name of its function."""
+def _results_in_call_order(results: list[HfMessage], calls: list[dict[str, Any]]) -> Iterable[HfMessage]:
+    """The results in the order of the calls, each once and with its function's name."""
     left = list(results)
     for call in calls:
-        mine = [one for one in left if call["id"] and _bare(one["tool_call_id"]) == _bare(call["id"])]
+        mine = [one for one in left if call["id"] and _alphanumeric(one["tool_call_id"]) == _alphanumeric(call["id"])]
         if not mine:
-            # Without ids, the first that is open under the name of the function.
+            # Without ids, take the first unmatched result of the same function.
             mine = [one for one in left if not one["tool_call_id"] and one["name"] == call["name"]][:1]
         if mine:
             yield {**mine[0], "name": call["name"], "tool_call_id": call["id"]}
@@ -131,7 +131,7 @@ def _answered(results: list[HfMessage], calls: list[dict[str, Any]]) -> Iterable
     yield from left
 
 
-def _joined(first: HfMessage, second: HfMessage) -> HfMessage:
+def _join(first: HfMessage, second: HfMessage) -> HfMessage:
     joined = {**first, **{name: value for name, value in second.items() if name != "content"}}
     joined["content"] = first["content"] + second["content"]
     if calls := [*first.get("tool_calls", ()), *second.get("tool_calls", ())]:
@@ -139,7 +139,7 @@ def _joined(first: HfMessage, second: HfMessage) -> HfMessage:
     return joined
 
 
-def _bare(id: str) -> str:
+def _alphanumeric(id: str) -> str:
     return "".join(filter(str.isalnum, id))
 
 
@@ -185,7 +185,7 @@ def _tools(dialect: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
 # chat
 
 
-def _chat(request: Mapping[str, Any], known: Known) -> Iterable[HfMessage]:
+def _chat(request: Mapping[str, Any], known: SeenReplies) -> Iterable[HfMessage]:
     for message in request["messages"]:
         role, text = message["role"], _text(message.get("content"))
         if role == "tool":
@@ -200,7 +200,7 @@ def _chat(request: Mapping[str, Any], known: Known) -> Iterable[HfMessage]:
 # responses
 
 
-def _responses(request: Mapping[str, Any], known: Known) -> Iterable[HfMessage]:
+def _responses(request: Mapping[str, Any], known: SeenReplies) -> Iterable[HfMessage]:
     if request.get("previous_response_id"):
         yield from known.answers[request["previous_response_id"]]
     elif request.get("instructions"):
@@ -226,7 +226,7 @@ def _responses(request: Mapping[str, Any], known: Known) -> Iterable[HfMessage]:
 # messages
 
 
-def _messages(request: Mapping[str, Any], known: Known) -> Iterable[HfMessage]:
+def _messages(request: Mapping[str, Any], known: SeenReplies) -> Iterable[HfMessage]:
     if request.get("system"):
         yield {"role": "system", "content": _text(request["system"], "\n")}
     for message in request["messages"]:
@@ -252,7 +252,7 @@ def _messages(request: Mapping[str, Any], known: Known) -> Iterable[HfMessage]:
 # google
 
 
-def _google(request: Mapping[str, Any], known: Known) -> Iterable[HfMessage]:
+def _google(request: Mapping[str, Any], known: SeenReplies) -> Iterable[HfMessage]:
     if request.get("systemInstruction"):
         yield {"role": "system", "content": _text(request["systemInstruction"]["parts"])}
     seen: list[Any] = []
@@ -271,7 +271,7 @@ def _google(request: Mapping[str, Any], known: Known) -> Iterable[HfMessage]:
             seen = []
             continue
         for response in (part["functionResponse"] for part in parts if "functionResponse" in part):
-            # A session that was resumed sends the same response to the same call twice.
+            # A resumed harness sends the same response to the same call twice.
             if response.get("id") and response in seen:
                 continue
             seen.append(response)
@@ -281,7 +281,7 @@ def _google(request: Mapping[str, Any], known: Known) -> Iterable[HfMessage]:
 
 
 def _camel(value: Any, inside: str = "") -> Any:
-    """The value with its fields in camel case, except where the names are the harness's own."""
+    """The value with its fields in camel case, except where the harness chose the names."""
     if isinstance(value, list):
         return [_camel(item, inside) for item in value]
     if not isinstance(value, dict) or inside in _FREE_NAMES:

@@ -1,7 +1,7 @@
 """The mutation check: with a fault in the code under test, the audit must fail.
 
-Each fault is patched into this process for one short audit and taken out again; nothing in the product switches them on. A
-fault is caught if the audit then finds something that it does not find in the same conversations without the fault.
+Each fault is patched into this process for one short audit and removed again; nothing in the product can enable it. A fault
+is caught if the audit finds a violation that it does not find in the same conversations without the fault.
 """
 
 from __future__ import annotations
@@ -17,61 +17,63 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from towline.schema import TurnRole, sampling
-from towline.schema.sampling import TurnSampling
-from towline.tokens import builders, roles
-from towline.tokens.codec import Encoded
-from towline.tokens.continuation import Planner
-from towline.tokens.family import FamilyCodec
-from towline.tokens.graph import Graph, Node
-from towline.tokens.jinja import ChatTemplate
-from towline.tokens.plan import Plan
-from towline.tokens.template import SentinelCodec
+from towline.schema import TurnRole
+from towline.schema import turn as turns
+from towline.schema.turn import TurnSampling
+from towline.tokens.codec import EncodedPrompt
+from towline.tokens.continuation.plan import PromptPlan
+from towline.tokens.continuation.planner import Planner
+from towline.tokens.graph import roles
+from towline.tokens.graph.graph import Graph, GraphNode
+from towline.tokens.templates.chat_template import ChatTemplate
+from towline.tokens.templates.family import FamilyCodec
+from towline.tokens.templates.sentinel import SentinelCodec
+from towline.tokens.traces import builders
 
-_ENOUGH = 4
-"""Messages that a history must have for one of them to be lost."""
+_MIN_MESSAGES = 4
+"""Shortest history from which a message is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault, and conversations in which it does harm."""
+    """One fault, and the conversations that it breaks."""
 
     name: str
     target: str
     behaviours: tuple[str, ...]
     enabled: Callable[[], Any]
-    """A context manager that holds the fault."""
+    """A context manager that enables the fault."""
 
 
 Audit = Callable[[Path, Sequence[str], Sequence[str]], Awaitable[set[str]]]
-"""Runs a short audit into a folder on these targets with these behaviours; returns the violations."""
+"""Runs a short audit into a folder, with these targets and behaviours; returns the violations."""
 
 
-async def check(audit: Audit, progress: Callable[[str], None]) -> dict[str, bool]:
+async def check_faults(audit: Audit, progress: Callable[[str], None]) -> dict[str, bool]:
     """Whether each fault is caught."""
     caught = {}
     with tempfile.TemporaryDirectory(prefix="towline-mutations-") as scratch:
-        right: set[str] = set()
+        baseline: set[str] = set()
         for target in dict.fromkeys(fault.target for fault in FAULTS):
             played = [name for fault in FAULTS if fault.target == target for name in fault.behaviours]
-            right |= await audit(Path(scratch) / target, (target,), played)
+            baseline |= await audit(Path(scratch) / target, (target,), played)
         for fault in FAULTS:
             progress(fault.name)
             with fault.enabled():
-                wrong = await audit(Path(scratch) / fault.name, (fault.target,), fault.behaviours)
-            caught[fault.name] = bool(wrong - right)
+                violations = await audit(Path(scratch) / fault.name, (fault.target,), fault.behaviours)
+            caught[fault.name] = bool(violations - baseline)
     return caught
 
 
 @contextmanager
 def _dropped_message() -> Iterator[None]:
-    """The template is given all messages but one in the middle."""
+    """The template gets all messages except one in the middle."""
     render = ChatTemplate.render
 
     def dropping(self: ChatTemplate, messages: Sequence[Mapping[str, Any]], *rest: Any, **options: Any) -> str:
-        places = [n for n, one in enumerate(messages[:-1]) if n and one["role"] in ("user", "tool")]
-        if places and len(messages) >= _ENOUGH:
-            messages = [*messages[: places[-1]], *messages[places[-1] + 1 :]]
+        indices = [n for n, one in enumerate(messages[:-1]) if n and one["role"] in ("user", "tool")]
+        if indices and len(messages) >= _MIN_MESSAGES:
+            messages = [*messages[: indices[-1]], *messages[indices[-1] + 1 :]]
         return render(self, messages, *rest, **options)
 
     with mock.patch.object(ChatTemplate, "render", dropping):
@@ -82,7 +84,7 @@ def _dropped_message() -> Iterator[None]:
 def _wrong_suffix() -> Iterator[None]:
     """A continuation lacks the last token of its prompt."""
 
-    def shortened(encoded: Encoded) -> Encoded:
+    def shortened(encoded: EncodedPrompt) -> EncodedPrompt:
         return replace(encoded, ids=encoded.ids[:-1])
 
     with _extending(shortened):
@@ -90,7 +92,7 @@ def _wrong_suffix() -> Iterator[None]:
 
 
 @contextmanager
-def _extending(change: Callable[[Encoded], Encoded]) -> Iterator[None]:
+def _extending(change: Callable[[EncodedPrompt], EncodedPrompt]) -> Iterator[None]:
     def wrapped(extend: Any) -> Any:
         return lambda self, *rest, **options: change(extend(self, *rest, **options))
 
@@ -103,7 +105,7 @@ def _extending(change: Callable[[Encoded], Encoded]) -> Iterator[None]:
 
 @contextmanager
 def _stale_seam_id() -> Iterator[None]:
-    """Results are shown under the id of the first call that was ever continued."""
+    """Tool results are shown with the id of the first call that was ever continued."""
     extend = SentinelCodec.extend
     first: list[str] = []
 
@@ -121,7 +123,7 @@ def _stale_seam_id() -> Iterator[None]:
 @contextmanager
 def _single_temperature() -> Iterator[None]:
     """All tokens of a row have the temperature of its last turn."""
-    right = sampling.of_turns
+    right = turns.of_turns
 
     def single(
         turn_ids: npt.NDArray[np.int32], settings: Mapping[int, TurnSampling]
@@ -129,16 +131,16 @@ def _single_temperature() -> Iterator[None]:
         last = settings[max(settings)].temperature if settings else 1.0
         return right(turn_ids, {index: one.model_copy(update={"temperature": last}) for index, one in settings.items()})
 
-    with mock.patch.object(sampling, "of_turns", single), mock.patch.object(builders, "of_turns", single):
+    with mock.patch.object(turns, "of_turns", single), mock.patch.object(builders, "of_turns", single):
         yield
 
 
 @contextmanager
 def _lost_role() -> Iterator[None]:
     """Every conversation but the first is a sub-agent's."""
-    right = roles.assign
+    right = roles.assign_roles
 
-    def lost(graph: Graph, *rest: Any, **options: Any) -> dict[Node, roles.Part]:
+    def lost(graph: Graph, *rest: Any, **options: Any) -> dict[GraphNode, roles.RoleAssignment]:
         found = right(graph, *rest, **options)
         first = graph.nodes[0].root if graph.nodes else None
         return {
@@ -148,16 +150,16 @@ def _lost_role() -> Iterator[None]:
             for node, part in found.items()
         }
 
-    with mock.patch.object(roles, "assign", lost):
+    with mock.patch.object(roles, "assign_roles", lost):
         yield
 
 
 @contextmanager
 def _swapped_branches() -> Iterator[None]:
-    """A request goes on from another answer to the same question."""
+    """A request continues another answer to the same question."""
     right = Planner.plan
 
-    def swapped(self: Planner, graph: Graph, *rest: Any, **options: Any) -> Plan:
+    def swapped(self: Planner, graph: Graph, *rest: Any, **options: Any) -> PromptPlan:
         plan = right(self, graph, *rest, **options)
         parent = plan.parent
         if parent is not None:

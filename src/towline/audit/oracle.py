@@ -1,8 +1,8 @@
-"""The oracle: what a plain server shows the model for a request, computed without `towline.tokens`.
+"""The oracle: the prompt that a plain server would show the model, computed without `towline.tokens`.
 
 It renders a model's own chat template with Jinja as Hugging Face's `apply_chat_template` does, and encodes the text with
-the `tokenizers` library. How a template wants its messages (content as text or parts, arguments as an object or as JSON
-text, the name of the reasoning field) is found by asking the template.
+the `tokenizers` library. The template is probed for the message form it expects: content as text or parts, arguments as an
+object or JSON text, and the name of the reasoning field.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jinja2.parser import Parser
 from towline.errors import ConfigError, TowlineError
 
 HfMessage = dict[str, Any]
-"""A message as Hugging Face's chat templates are given it."""
+"""A message in the form that Hugging Face chat templates take."""
 _PROBE, _OTHER = "ORACLEPROBE", "ORACLEOTHER"
 _TOOL = {
     "type": "function",
@@ -38,12 +38,12 @@ _TOOL = {
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-class Refusal(TowlineError):
+class TemplateRefused(TowlineError):
     """The template refuses the messages."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` blocks, which mark what an assistant says and print it as it is."""
+    """`{% generation %}` blocks, which mark assistant output and print it unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type are Jinja's
 
@@ -61,10 +61,10 @@ def _raise(message: str) -> None:
 
 
 class Oracle:
-    """One model's template and tokenizer, rendered as Hugging Face would."""
+    """One model's template and tokenizer, used as Hugging Face does."""
 
     def __init__(self, backend: tokenizers.Tokenizer, sources: Mapping[str, str], tokens: Mapping[str, str]):
-        """`sources`: the template as `default`, and the one for calls with tools as `tool_use` if there is one."""
+        """`sources`: the template as `default`, and optionally one for requests with tools as `tool_use`."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
@@ -103,7 +103,7 @@ class Oracle:
         now: datetime | None = None,
         generation: bool = True,
     ) -> str:
-        """The prompt text. `Refusal` if the template refuses the messages."""
+        """The prompt text. `TemplateRefused` if the template refuses the messages."""
         clock = now or datetime.now()
         template = self._with_tools if tools else self._default
         shown = [self._fields(message) for message in messages]
@@ -117,17 +117,17 @@ class Oracle:
                 **self.tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise Refusal(str(error)) from error
+            raise TemplateRefused(str(error)) from error
 
     def continued(
         self, messages: Sequence[HfMessage], tools: Sequence[Mapping[str, Any]] = (), *, now: datetime | None = None
     ) -> str:
-        """The prompt text where the last message is an assistant's that the model is to write on."""
+        """The prompt text if the last message is an assistant message that the model continues."""
         last = messages[-1]
         marked = {**last, "content": f"{last['content']}{_PROBE}"}
         text = self.render([*messages[:-1], marked], tools, now=now, generation=False)
         if _PROBE not in text:
-            raise Refusal("the template does not keep the text of the last message")
+            raise TemplateRefused("the template does not show the text of the last message")
         return text[: text.rindex(_PROBE)]
 
     def encode(self, text: str) -> list[int]:
@@ -145,14 +145,14 @@ class Oracle:
         """Every added token by its text."""
         return {token.content: id for id, token in self.backend.get_added_tokens_decoder().items()}
 
-    # What the template wants
+    # The message form that the template expects
 
     def _fields(self, message: HfMessage) -> HfMessage:
         fields = {name: value for name, value in message.items() if name not in ("reasoning", "tool_calls")}
         if self._wants_parts:
             fields["content"] = [{"type": "text", "text": message["content"]}]
         calls = message.get("tool_calls")
-        # A template that takes either words or reasoning beside a call is given the words.
+        # A template that accepts only one of text and reasoning beside a call gets the text.
         if message.get("reasoning") and not (self._one_thought and calls and message["content"]):
             fields |= dict.fromkeys(self._reasoning_fields, message["reasoning"])
         if calls:
@@ -191,18 +191,13 @@ class Oracle:
         full = {**called, "content": _OTHER, "reasoning": _PROBE}
         return self.shows([asked, called, result], "", (_TOOL,)) and not self.shows([asked, full, result], "", (_TOOL,))
 
-    @cached_property
-    def writes_ids(self) -> bool:
-        """Whether the ids of calls are part of the text."""
-        return self.shows(_called(), "zyxwvuts1", (_TOOL,))
-
     def shows(
         self, messages: Sequence[HfMessage], text: str, tools: Sequence[Mapping[str, Any]] = (), **options: Any
     ) -> bool:
         """Whether the template accepts the messages and shows `text`."""
         try:
             return text in self.render(messages, tools, **options)
-        except Refusal:
+        except TemplateRefused:
             return False
 
 

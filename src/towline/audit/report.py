@@ -1,4 +1,4 @@
-"""The report of an audit: the same figures for every builder, over everything, by behaviour and by dialect."""
+"""The report of an audit: the same figures per builder, in total, by behaviour and by dialect."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from towline.audit.behaviours import behaviours
-from towline.audit.comparison import LEAST_COMPARED, Tally
-from towline.audit.judge import BOUND, Played, violations
-from towline.audit.measure import Figures, Measured
-from towline.audit.targets import Target
-from towline.audit.tongues import DIALECTS
+from towline.audit.checks import LOGPROB_BOUND, PlayedConversation, violations
+from towline.audit.clients import DIALECTS
+from towline.audit.comparison import MIN_COMPARED_SHARE, ComparisonTally
+from towline.audit.evidence import FidelityFigures, MeasuredConversation
+from towline.audit.targets import AuditTarget
+from towline.common.text import visible
 from towline.schema import BuilderName
-from towline.view import visible
 
 _SHOWN_VIOLATIONS = 20
 
@@ -31,7 +31,7 @@ class BuilderFigures:
     turns: int = 0
     forced_closes: int = 0
     forks: dict[str, int] = field(default_factory=dict)
-    measured: Figures = field(default_factory=Figures)
+    measured: FidelityFigures = field(default_factory=FidelityFigures)
     plain_differences: list[float] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -52,21 +52,21 @@ class BuilderFigures:
 
 
 @dataclass(slots=True)
-class PartFigures:
+class BreakdownFigures:
     """The figures of one behaviour, or of one dialect."""
 
     conversations: int = 0
     builders: dict[BuilderName, BuilderFigures] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
-    oracle: Tally = field(default_factory=Tally)
+    oracle: ComparisonTally = field(default_factory=ComparisonTally)
     """For a behaviour, its turns under `as_sent`."""
-    told: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     """For a behaviour, its conversations by dialect; for a dialect, by behaviour."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "conversations": self.conversations,
-            "told": self.told,
+            "told": self.counts,
             "builders": {name.value: figures.as_json() for name, figures in self.builders.items()},
             "violations": self.violations,
             "oracle": self.oracle.as_json(),
@@ -75,30 +75,34 @@ class PartFigures:
 
 @dataclass(slots=True)
 class AuditReport:
-    """What an audit found. It is `ok` if every conversation is as the specification says."""
+    """The result of an audit. It is `ok` if every conversation matches the specification."""
 
     conversations: int
     builders: dict[BuilderName, BuilderFigures]
-    by_behaviour: dict[str, PartFigures]
-    by_dialect: dict[str, PartFigures]
+    by_behaviour: dict[str, BreakdownFigures]
+    by_dialect: dict[str, BreakdownFigures]
     targets: list[str]
     seconds: float = 0.0
-    oracle: Tally = field(default_factory=Tally)
+    oracle: ComparisonTally = field(default_factory=ComparisonTally)
     """Prompts under `as_sent`, compared with the oracle."""
-    by_target: dict[str, Tally] = field(default_factory=dict)
-    """The same for each target."""
+    by_target: dict[str, ComparisonTally] = field(default_factory=dict)
+    """The same per target."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """On how many targets a behaviour cannot be played."""
+    """Number of targets that do not support a behaviour, by behaviour."""
     families: list[str] = field(default_factory=list)
-    """Families with a tokenizer and a template of their own."""
+    """Families with their own tokenizer and template."""
     mutations: dict[str, bool] = field(default_factory=dict)
-    """Whether the audit fails with each fault enabled."""
+    """Whether each fault was caught."""
+    min_compared: float = MIN_COMPARED_SHARE
+    """Share of turns that the oracle must compare; 0 for chosen behaviours, as some consist of turns that may differ."""
 
     @property
     def violations(self) -> list[str]:
         lines = [line for figures in self.by_behaviour.values() for line in figures.violations]
-        if self.oracle.turns and self.oracle.share < LEAST_COMPARED:
-            lines.append(f"oracle: {self.oracle.share:.1%} of the turns are compared, less than {LEAST_COMPARED:.0%}")
+        if self.oracle.turns and self.oracle.share < self.min_compared:
+            lines.append(
+                f"oracle: only {self.oracle.share:.1%} of turns were compared (minimum {self.min_compared:.0%})"
+            )
         return [*lines, *(f"mutation {name}: not caught" for name, caught in self.mutations.items() if not caught)]
 
     @property
@@ -112,7 +116,7 @@ class AuditReport:
             "by_behaviour": {name: figures.as_json() for name, figures in self.by_behaviour.items()},
             "by_dialect": {name: figures.as_json() for name, figures in self.by_dialect.items()},
             "ok": self.ok,
-            "bound": BOUND,
+            "bound": LOGPROB_BOUND,
             "violations": self.violations,
             "targets": self.targets,
             "oracle": self.oracle.as_json(),
@@ -124,9 +128,11 @@ class AuditReport:
         }
 
 
-def make_report(played: Sequence[Played], measured: Sequence[Measured], targets: Sequence[Target]) -> AuditReport:
-    """Put together what was played and what was measured."""
-    by_conversation: dict[str, dict[BuilderName, Measured]] = {}
+def make_report(
+    played: Sequence[PlayedConversation], measured: Sequence[MeasuredConversation], targets: Sequence[AuditTarget]
+) -> AuditReport:
+    """The report of played conversations and their figures."""
+    by_conversation: dict[str, dict[BuilderName, MeasuredConversation]] = {}
     for result in measured:
         by_conversation.setdefault(result.conversation, {})[result.builder] = result
     names_of_targets = [target.name for target in targets]
@@ -138,17 +144,17 @@ def make_report(played: Sequence[Played], measured: Sequence[Measured], targets:
         found = [f"{one.conversation}: {line}" for line in violations(one, figures)]
         if one.oracle is not None:
             report.oracle.add(one.oracle)
-            report.by_target.setdefault(one.target, Tally()).add(one.oracle)
-            report.by_behaviour.setdefault(one.behaviour, PartFigures()).oracle.add(one.oracle)
+            report.by_target.setdefault(one.target, ComparisonTally()).add(one.oracle)
+            report.by_behaviour.setdefault(one.behaviour, BreakdownFigures()).oracle.add(one.oracle)
         _count(report.builders, one, figures)
-        of_behaviour = report.by_behaviour.setdefault(one.behaviour, PartFigures())
-        of_dialect = report.by_dialect.setdefault(one.dialect, PartFigures())
+        of_behaviour = report.by_behaviour.setdefault(one.behaviour, BreakdownFigures())
+        of_dialect = report.by_dialect.setdefault(one.dialect, BreakdownFigures())
         for part, other in ((of_behaviour, one.dialect), (of_dialect, one.behaviour)):
             _count(part.builders, one, figures)
             part.violations += found
             if one.conversation not in names:
                 part.conversations += 1
-                part.told[other] = part.told.get(other, 0) + 1
+                part.counts[other] = part.counts.get(other, 0) + 1
         names.add(one.conversation)
     report.conversations = len(names)
     report.by_behaviour = _ordered(report.by_behaviour, behaviours(), DIALECTS)
@@ -156,16 +162,22 @@ def make_report(played: Sequence[Played], measured: Sequence[Measured], targets:
     return report
 
 
-def _ordered(parts: Mapping[str, PartFigures], names: Iterable[str], told: Iterable[str]) -> dict[str, PartFigures]:
-    """The parts in the order of `names`, each with its builders and what it was told of in theirs."""
+def _ordered(
+    parts: Mapping[str, BreakdownFigures], names: Iterable[str], others: Iterable[str]
+) -> dict[str, BreakdownFigures]:
+    """The parts in the order of `names`, each with its builders and `counts` in order."""
     ordered = {name: parts[name] for name in names if name in parts}
     for part in ordered.values():
         part.builders = {name: part.builders[name] for name in BuilderName if name in part.builders}
-        part.told = {name: part.told[name] for name in told if name in part.told}
+        part.counts = {name: part.counts[name] for name in others if name in part.counts}
     return ordered
 
 
-def _count(totals: dict[BuilderName, BuilderFigures], played: Played, measured: Mapping[BuilderName, Measured]) -> None:
+def _count(
+    totals: dict[BuilderName, BuilderFigures],
+    played: PlayedConversation,
+    measured: Mapping[BuilderName, MeasuredConversation],
+) -> None:
     for builder, found in played.found.items():
         total = totals.setdefault(builder, BuilderFigures())
         result = measured.get(builder)
@@ -178,21 +190,24 @@ def _count(totals: dict[BuilderName, BuilderFigures], played: Played, measured: 
             total.plain_differences.append(found.plain_difference)
         if result is not None:
             total.measured.add(result.figures)
-        # Only `exact` has chains of its own; elsewhere a chain is what a trainer gets: a row.
+        # Only `exact` has chains; for other builders a chain is a row.
         total.chains += found.chains if builder is BuilderName.EXACT or result is None else result.figures.rows
 
 
 def render(report: AuditReport, console: Console) -> None:
-    """The report for people: the builders, the dialects, the behaviours, and what is wrong."""
-    console.print(_builders(report))
-    console.print(_parts("dialect", "behaviours", report.by_dialect))
-    console.print(_parts("behaviour", "dialects", report.by_behaviour))
-    console.print(_oracle(report))
-    for line in _told(report):
+    """Print the report: builders, dialects, behaviours, the oracle, and violations."""
+    console.print(_builder_table(report))
+    console.print(_breakdown_table("dialect", "behaviours", report.by_dialect))
+    console.print(_breakdown_table("behaviour", "dialects", report.by_behaviour))
+    console.print(_oracle_table(report))
+    for line in _summary_lines(report):
         console.print(line, highlight=False)
     if report.ok:
         console.print(
-            Text(f"exact: every token is where it was sampled, in {report.conversations} conversations", "green")
+            Text(
+                f"exact: every token of {report.conversations} conversations is in the context it was sampled in",
+                "green",
+            )
         )
         return
     for line in report.violations[:_SHOWN_VIOLATIONS]:
@@ -201,7 +216,7 @@ def render(report: AuditReport, console: Console) -> None:
         console.print(Text(f"… and {len(report.violations) - _SHOWN_VIOLATIONS} more", "red"))
 
 
-def _builders(report: AuditReport) -> Table:
+def _builder_table(report: AuditReport) -> Table:
     table = Table(title=f"{report.conversations} conversations on {len(report.targets)} targets", title_justify="left")
     table.add_column("builder")
     for name in ("drifted tokens", "max |Δlogp|", "mean |Δlogp|", "chains", "row ÷ distinct", "trained tokens"):
@@ -220,9 +235,9 @@ def _builders(report: AuditReport) -> Table:
     return table
 
 
-def _oracle(report: AuditReport) -> Table:
-    """The prompts under `as_sent` beside an independent rendering, for each target."""
-    table = Table(title="Prompts under as_sent against Hugging Face rendering", title_justify="left")
+def _oracle_table(report: AuditReport) -> Table:
+    """The comparison of prompts under `as_sent` with an independent rendering, per target."""
+    table = Table(title="Prompts under as_sent, compared with Hugging Face rendering", title_justify="left")
     table.add_column("target")
     for name in ("compared", "different"):
         table.add_column(name, justify="right")
@@ -233,12 +248,12 @@ def _oracle(report: AuditReport) -> Table:
     return table
 
 
-def _told(report: AuditReport) -> Iterator[str]:
+def _summary_lines(report: AuditReport) -> Iterator[str]:
     yield f"oracle: {report.oracle.compared} of {report.oracle.turns} turns compared ({report.oracle.share:.1%})"
     yield f"families with their own tokenizer and template: {', '.join(report.families) or 'none'}"
     if report.skipped:
         listed = ", ".join(f"{name} {count}" for name, count in report.skipped.items())
-        yield f"skipped, by the number of targets that cannot do it: {listed}"
+        yield f"behaviours skipped, with the number of targets that do not support them: {listed}"
     if report.mutations:
         yield f"faults: {', '.join(f'{name} {_caught(caught)}' for name, caught in report.mutations.items())}"
 
@@ -247,10 +262,10 @@ def _caught(caught: bool) -> str:
     return "caught" if caught else "NOT CAUGHT"
 
 
-def _parts(title: str, told: str, parts: Mapping[str, PartFigures]) -> Table:
+def _breakdown_table(title: str, others: str, parts: Mapping[str, BreakdownFigures]) -> Table:
     table = Table()
     table.add_column(title)
-    for name in ("n", told, "chains", "drifted: exact", "merged", "max |Δlogp|: exact"):
+    for name in ("conversations", others, "chains", "drifted: exact", "merged", "max |Δlogp|: exact"):
         table.add_column(name, justify="right")
     table.add_column("forks")
     table.add_column("")
@@ -262,7 +277,7 @@ def _parts(title: str, told: str, parts: Mapping[str, PartFigures]) -> Table:
         table.add_row(
             name,
             str(about.conversations),
-            str(len(about.told)),
+            str(len(about.counts)),
             f"{exact['chains_per_conversation']:.2f}",
             str(exact["drifted_tokens"]),
             str(merged["drifted_tokens"]),

@@ -1,9 +1,9 @@
-"""Runs an audit: plays every conversation through a real gateway, three times, and measures what comes out.
+"""Runs an audit: plays every conversation through a real gateway, once per capture, and measures the rows.
 
-`exact` gives the rows of the `exact` builder; `plain`, where every request is rendered anew as a plain server does, those
-of `merged` and `per_turn`; both times the script is the same. `as_sent` runs under the context policy of that name with
-replies as an encoder would choose them, and compares every prompt with the oracle; the model scores nothing there. Rows,
-the engine's log and the models are written first; the figures are then computed from those files alone.
+`exact` gives the rows of the `exact` builder; `plain`, which renders every request in full as a plain server does, those of
+`merged` and `per_turn`; both use the same script. `as_sent` runs under the context policy of that name with canonically
+encoded replies and compares every prompt with the oracle; the model scores nothing there. Rows, the engine's log and the
+models are written first; the figures are then computed from those files alone.
 """
 
 from __future__ import annotations
@@ -24,111 +24,118 @@ from typing import Any
 import aiohttp
 import torch
 
-from towline.audit import evidence, models, mutations
+from towline.audit import evidence, mutations
+from towline.audit.assignment import AssignedConversation, assign, count_skipped
 from towline.audit.behaviours import CAPTURES, Capture, behaviours
-from towline.audit.casting import Part, cast, skipped
-from towline.audit.comparison import Witness
-from towline.audit.engine import Call, ScoringCapable, ScoringEngine, Weights
-from towline.audit.evidence import Row
-from towline.audit.judge import Found, Played, lineage, unmeasured
-from towline.audit.measure import measure
-from towline.audit.play import Play
+from towline.audit.checks import ObservedTrajectory, PlayedConversation, drift_violations, lineage_violations
+from towline.audit.clients import DIALECTS, DialectClient, make_client
+from towline.audit.clients.transport import InProcessTransport, SocketTransport, Transport
+from towline.audit.comparison import PromptChecker
+from towline.audit.engine import (
+    CONTEXT_TOKENS,
+    AlternatingWeights,
+    EngineCall,
+    ScoringCapable,
+    ScoringEngine,
+    create_models,
+    model_config,
+    weights_folder,
+)
+from towline.audit.evidence import EvidenceRow, measure
 from towline.audit.report import AuditReport, make_report
-from towline.audit.targets import Target, find
-from towline.audit.tongues import DIALECTS, Tongue, tongue
-from towline.audit.wires import InProcess, Sockets, Wire
+from towline.audit.simulation import SimulatedHarness
+from towline.audit.targets import AuditTarget, find_targets
 from towline.config import GatewaySettings
 from towline.dialects.registry import all_dialects
 from towline.engines.embedded import DecoderConfig, EmbeddedEngine
 from towline.errors import ConfigError
 from towline.gateway.app import ProviderApp
 from towline.gateway.gateway import Gateway
-from towline.gateway.server import serving
-from towline.gateway.session import Session
+from towline.gateway.server import serve_gateway
+from towline.gateway.session import GatewaySession
 from towline.schema import BuilderName, EndReason, Trajectory
-from towline.tokens.assemble import assemble
+from towline.tokens.traces.trajectory import assemble_trajectory
 
 Progress = Callable[[int, int, str], None]
 
 FREE_SHARE = 0.15
 SPLIT_SHARE = 0.25
-_PATIENCE = 600.0
-"""Seconds that one conversation may take; one that hangs is a finding, not the end of the audit."""
-_CONTEXT = models.CONTEXT
-_CACHE = 2 * _CONTEXT
+_CONVERSATION_SECONDS = 600.0
+"""Timeout of one conversation; one that hangs is a violation and does not stop the audit."""
+_CACHE = 2 * CONTEXT_TOKENS
 
 
 @dataclass(slots=True)
 class AuditOptions:
-    """What to audit, and where to leave the evidence."""
+    """What to audit, and where to write the evidence."""
 
     out: Path
     conversations: int = 400
     tokenizer: Path | None = None
-    """A tokenizer folder of the user's own, audited beside the others."""
+    """A tokenizer folder of the user's, audited with the others."""
     template: Path | None = None
-    """A chat template of the user's own, on that tokenizer or on the one that all templates share."""
+    """A chat template of the user's, on that tokenizer or on the one that all templates share."""
     targets: Sequence[str] | None = None
-    """Only these."""
+    """Targets to audit; default all."""
     behaviours: Sequence[str] | None = None
-    """Only these."""
+    """Behaviours to play; default all."""
     dialects: Sequence[str] | None = None
-    """Only these."""
+    """Dialects to use; default all."""
     seed: int = 0
     threads: int = 2
-    """Of torch."""
+    """Torch threads."""
     concurrency: int = 8
-    """Conversations at a time."""
-    shape: Callable[[int], DecoderConfig] = models.config
-    """The model for a vocabulary of some size."""
+    """Concurrent conversations."""
+    shape: Callable[[int], DecoderConfig] = model_config
+    """Returns the model configuration for a vocabulary size."""
     captures: Sequence[Capture] = CAPTURES
-    """Only these plays of each conversation."""
+    """Captures to run."""
     mutations: bool = False
-    """Also check that the audit fails with each of the known faults in the code under test."""
+    """Whether to check that the audit catches each of the known faults."""
     engine: Callable[[Path], Awaitable[ScoringCapable]] | None = None
-    """What samples, started, with the weights of an audit's folder; by default the embedded engine."""
+    """Starts the engine for an audit's model folder; the embedded engine by default."""
 
 
 @dataclass(slots=True)
-class _Stage:
+class _TargetGateway:
     """One target with its gateway."""
 
-    target: Target
+    target: AuditTarget
     engine: ScoringEngine
     gateway: Gateway
     app: ProviderApp
     model: str
     base_url: str | None
-    """Where the gateway listens, if it does."""
+    """The gateway's URL, if it listens on a socket."""
     client: aiohttp.ClientSession
 
-    def wire(self, credentials: dict[str, str], *, sockets: bool) -> Wire:
+    def transport(self, credentials: dict[str, str], *, sockets: bool) -> Transport:
         if sockets and self.base_url is not None:
-            return Sockets(self.client, self.base_url, credentials)
-        return InProcess(self.app, credentials)
+            return SocketTransport(self.client, self.base_url, credentials)
+        return InProcessTransport(self.app, credentials)
 
 
 @dataclass(slots=True)
 class _Results:
-    played: list[Played] = field(default_factory=list)
-    rows: dict[BuilderName, list[Row]] = field(default_factory=lambda: {name: [] for name in BuilderName})
-    calls: list[Call] = field(default_factory=list)
+    played: list[PlayedConversation] = field(default_factory=list)
+    rows: dict[BuilderName, list[EvidenceRow]] = field(default_factory=lambda: {name: [] for name in BuilderName})
+    calls: list[EngineCall] = field(default_factory=list)
 
 
 async def run(options: AuditOptions, progress: Progress | None = None) -> AuditReport:
-    """Play, write, measure, report. What is wrong with a conversation is in the report, not an exception."""
+    """Play, write, measure, report. A failing conversation is a violation in the report, not an exception."""
     began = time.perf_counter()
-    tell = progress or (lambda done, total, label: None)
-    report = await _audit(options, tell)
+    progress = progress or (lambda done, total, label: None)
+    report = await _audit(options, progress)
     if options.mutations:
-        report.mutations = await _mutated(options, tell)
+        report.mutations = await _check_mutations(options, progress)
     report.seconds = time.perf_counter() - began
     (options.out / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     return report
 
 
-async def _mutated(options: AuditOptions, tell: Progress) -> dict[str, bool]:
-    """Which faults an audit of a few conversations finds."""
+async def _check_mutations(options: AuditOptions, progress: Progress) -> dict[str, bool]:
+    """Which faults an audit of a few conversations catches."""
 
     async def short(out: Path, targets: Sequence[str], names: Sequence[str]) -> set[str]:
         chosen = replace(
@@ -146,43 +153,49 @@ async def _mutated(options: AuditOptions, tell: Progress) -> dict[str, bool]:
         return {line for part in report.by_behaviour.values() for line in part.violations}
 
     done = iter(range(len(mutations.FAULTS)))
-    return await mutations.check(short, lambda name: tell(next(done), len(mutations.FAULTS), f"with the fault {name}"))
+    return await mutations.check_faults(
+        short, lambda name: progress(next(done), len(mutations.FAULTS), f"with the fault {name}")
+    )
 
 
-async def _audit(options: AuditOptions, tell: Progress) -> AuditReport:
+async def _audit(options: AuditOptions, progress: Progress) -> AuditReport:
     options.out.mkdir(parents=True, exist_ok=True)
     chosen = behaviours()
     if options.behaviours is not None:
         if unknown := set(options.behaviours) - chosen.keys():
-            raise ConfigError(f"no behaviour {sorted(unknown)[0]!r}; there are: {', '.join(chosen)}")
+            raise ConfigError(f"unknown behaviour {sorted(unknown)[0]!r}; available: {', '.join(chosen)}")
         chosen = {name: chosen[name] for name in options.behaviours}
     dialects = DIALECTS if options.dialects is None else tuple(options.dialects)
     if unknown := set(dialects) - set(DIALECTS):
-        raise ConfigError(f"no dialect {sorted(unknown)[0]!r}; there are: {', '.join(DIALECTS)}")
-    tell(0, 1, "reading tokenizers and templates")
-    targets = await asyncio.to_thread(find, options.targets, tokenizer=options.tokenizer, template=options.template)
-    parts = cast(chosen, targets, options.conversations, dialects)
+        raise ConfigError(f"unknown dialect {sorted(unknown)[0]!r}; available: {', '.join(DIALECTS)}")
+    progress(0, 1, "reading tokenizers and templates")
+    targets = await asyncio.to_thread(
+        find_targets, options.targets, tokenizer=options.tokenizer, template=options.template
+    )
+    parts = assign(chosen, targets, options.conversations, dialects)
     results = _Results()
     total = sum(len(_captures(options, part)) for part in parts)
     with tempfile.TemporaryDirectory(prefix="towline-audit-") as scratch:
         ordered = sorted(parts, key=lambda part: part.target.vocabulary)
         for vocabulary, group in groupby(ordered, key=lambda part: part.target.vocabulary):
-            done = partial(_tell_played, tell, results, total, f"playing on {vocabulary}")
-            async with _staged(options, vocabulary, list(group), Path(scratch), results) as company:
-                await company.play(done)
+            done = partial(_report_played, progress, results, total, f"playing on {vocabulary}")
+            async with _open_vocabulary(options, vocabulary, list(group), Path(scratch), results) as vocabulary_run:
+                await vocabulary_run.play(done)
     _write(options.out, results)
-    rows = {builder: len(found) for builder, found in results.rows.items()}
-    report = await asyncio.to_thread(_report, options, results, targets, sum(rows.values()), tell)
-    report.skipped = skipped(chosen, targets, dialects)
+    rows = sum(map(len, results.rows.values()))
+    report = await asyncio.to_thread(_report, options, results, targets, rows, progress)
+    report.skipped = count_skipped(chosen, targets, dialects)
+    if options.behaviours is not None:
+        report.min_compared = 0.0
     return report
 
 
-def _captures(options: AuditOptions, part: Part) -> list[Capture]:
+def _captures(options: AuditOptions, part: AssignedConversation) -> list[Capture]:
     return [capture for capture in part.behaviour.captures if capture in options.captures]
 
 
-def _tell_played(tell: Progress, results: _Results, total: int, label: str) -> None:
-    tell(len(results.played), total, label)
+def _report_played(progress: Progress, results: _Results, total: int, label: str) -> None:
+    progress(len(results.played), total, label)
 
 
 def _write(out: Path, results: _Results) -> None:
@@ -195,7 +208,7 @@ def _write(out: Path, results: _Results) -> None:
 
 
 def _report(
-    options: AuditOptions, results: _Results, targets: Sequence[Target], rows: int, tell: Progress
+    options: AuditOptions, results: _Results, targets: Sequence[AuditTarget], rows: int, progress: Progress
 ) -> AuditReport:
     torch.set_num_threads(options.threads)
     done = 0
@@ -203,29 +216,28 @@ def _report(
     def count(more: int) -> None:
         nonlocal done
         done += more
-        tell(done, rows, "computing the logprobs again")
+        progress(done, rows, "recomputing logprobs")
 
     measured = measure(options.out, BuilderName, count)
     return make_report(results.played, measured, targets)
 
 
-class _Company:
+@dataclass(slots=True)
+class _VocabularyRun:
     """All targets of one vocabulary, around one engine."""
 
-    def __init__(
-        self, options: AuditOptions, parts: Sequence[Part], stages: dict[str, _Stage], results: _Results
-    ) -> None:
-        self.options = options
-        self.parts = parts
-        self.stages = stages
-        self.results = results
+    options: AuditOptions
+    parts: Sequence[AssignedConversation]
+    stages: dict[str, _TargetGateway]
+    results: _Results
 
     async def play(self, done: Callable[[], None]) -> None:
-        """Every part under both captures. Parts that change the weights come last: they disturb each other only."""
+        """Play every conversation under its captures. Those that update the weights run last, so that they affect only
+        each other."""
         for updates in (False, True):
             limit = asyncio.Semaphore(self.options.concurrency)
 
-            async def one(part: Part, capture: Capture, limit: asyncio.Semaphore = limit) -> None:
+            async def one(part: AssignedConversation, capture: Capture, limit: asyncio.Semaphore = limit) -> None:
                 async with limit:
                     await self._play(part, capture)
                     done()
@@ -233,7 +245,7 @@ class _Company:
             parts = [part for part in self.parts if part.behaviour.updates is updates]
             await asyncio.gather(*(one(part, capture) for part in parts for capture in _captures(self.options, part)))
 
-    async def _play(self, part: Part, capture: Capture) -> None:
+    async def _play(self, part: AssignedConversation, capture: Capture) -> None:
         stage, behaviour = self.stages[part.target.name], part.behaviour
         id = f"{part.id}.{capture}"
         settings: dict[str, Any] = {**behaviour.settings}
@@ -244,72 +256,78 @@ class _Company:
             settings |= {"capture": capture, "builder": builder.value}
         opened = await stage.gateway.create({"id": id, "settings": settings})
         session = opened.session
-        witness = self._witness(part, session, settings)
+        checker = self._checker(part, session, settings)
 
-        def speak(dialect: str) -> tuple[Tongue, Wire]:
-            speech = tongue(dialect, open_reasoning=part.open_reasoning)
-            return speech, stage.wire(speech.credentials(opened.key), sockets=part.sockets)
+        def connect(dialect: str) -> tuple[DialectClient, Transport]:
+            client = make_client(dialect, open_reasoning=part.open_reasoning)
+            return client, stage.transport(client.credentials(opened.key), sockets=part.sockets)
 
         as_sent = capture == "as_sent"
         share = SPLIT_SHARE if behaviour.split is None else behaviour.split
-        play = Play(
+        harness = SimulatedHarness(
             part.target,
             stage.engine,
             session,
-            speak,
+            connect,
             part.dialect,
             f"{self.options.seed}:{part.id}",
             free=FREE_SHARE if behaviour.free and not as_sent else 0.0,
             split=share if not as_sent or behaviour.split is not None else 0.0,
-            witness=witness,
+            checker=checker,
             as_shown=as_sent,
         )
-        session.instruction = play.task
-        played = Played(part.id, behaviour.name, part.target.name, part.dialect, play.wire.name)
+        session.instruction = harness.task
+        played = PlayedConversation(part.id, behaviour.name, part.target.name, part.dialect, harness.transport.name)
         self.results.played.append(played)
         try:
-            async with asyncio.timeout(_PATIENCE):
-                expected = await behaviour.act(play)
-            played.problems += play.problems
+            async with asyncio.timeout(_CONVERSATION_SECONDS):
+                expected = await behaviour.act(harness)
+            played.problems += harness.problems
             sealed = await stage.gateway.seal(id, EndReason.EXITED)
             calls = [call for call in stage.engine.calls if call.session == id]
             if as_sent:
-                played.oracle, different = witness.compare(calls)
-                played.problems += [*different, *unmeasured(sealed, calls)]
+                played.oracle, different = checker.compare(calls)
+                played.problems += [*different, *drift_violations(sealed, calls)]
                 return
             played.expected = expected
-            played.unclosed = play.unclosed
+            played.unclosed = harness.unclosed
             if capture == "exact":
-                played.problems += lineage(expected, play.follows, play.temperatures, sealed, calls)
-                played.problems += witness.tails(calls)
+                played.problems += lineage_violations(expected, harness.follows, harness.temperatures, sealed, calls)
+                played.problems += checker.tails(calls)
             self._keep(part, stage, played, sealed)
             if capture == "plain":
                 self._keep(part, stage, played, _per_turn(session, part.target))
         except Exception as error:
-            # A defect anywhere behind the gateway is a finding about this conversation, not the end of the audit.
+            # A defect anywhere behind the gateway is a violation of this conversation and does not stop the audit.
             played.broken = True
             played.problems.append(f"{capture}: {type(error).__name__}: {error}")
 
-    def _witness(self, part: Part, session: Session, settings: Mapping[str, Any]) -> Witness:
+    def _checker(
+        self, part: AssignedConversation, session: GatewaySession, settings: Mapping[str, Any]
+    ) -> PromptChecker:
         target = part.target
-        return Witness(
+        placeholders = target.codec.image_placeholders
+        return PromptChecker(
             target.oracle,
             target.format,
             settings,
             datetime.fromtimestamp(session.created, UTC),
             closes=target.abilities.closes,
             plain_text=target.abilities.plain_special_text,
+            image_text=placeholders.spelled if placeholders is not None else None,
         )
 
-    def _keep(self, part: Part, stage: _Stage, played: Played, trajectory: Trajectory) -> None:
-        played.found[trajectory.builder] = Found.of(trajectory)
+    def _keep(
+        self, part: AssignedConversation, stage: _TargetGateway, played: PlayedConversation, trajectory: Trajectory
+    ) -> None:
+        played.found[trajectory.builder] = ObservedTrajectory.of(trajectory)
         names = part.id, part.behaviour.name, part.target.name, part.dialect, stage.model
-        self.results.rows[trajectory.builder] += [Row(*names, trace) for trace in trajectory.traces]
+        self.results.rows[trajectory.builder] += [EvidenceRow(*names, trace) for trace in trajectory.traces]
 
 
-def _per_turn(session: Session, target: Target) -> Trajectory:
-    """The same session once more, built a row a call."""
-    return assemble(
+def _per_turn(session: GatewaySession, target: AuditTarget) -> Trajectory:
+    """The same session built with one row per turn."""
+    return assemble_trajectory(
         session.graph,
         session_id=session.id,
         builder=BuilderName.PER_TURN,
@@ -323,32 +341,32 @@ def _per_turn(session: Session, target: Target) -> Trajectory:
 
 
 @asynccontextmanager
-async def _staged(
-    options: AuditOptions, vocabulary: str, parts: Sequence[Part], scratch: Path, results: _Results
-) -> AsyncIterator[_Company]:
-    """The engine of a vocabulary, with a gateway for each target."""
+async def _open_vocabulary(
+    options: AuditOptions, vocabulary: str, parts: Sequence[AssignedConversation], scratch: Path, results: _Results
+) -> AsyncIterator[_VocabularyRun]:
+    """The engine of a vocabulary, with one gateway per target."""
     targets = {part.target.name: part.target for part in parts}
     tokenizer = next(iter(targets.values())).codec.tokenizer
     size = max(target.codec.tokenizer.size for target in targets.values())
-    folder = await asyncio.to_thread(models.make, options.out, vocabulary, options.shape(size), options.seed)
+    folder = await asyncio.to_thread(create_models, options.out, vocabulary, options.shape(size), options.seed)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(aiohttp.ClientSession())
         if options.engine is not None:
             engine = await options.engine(folder)
         else:
-            engine = await _embedded(options, models.weights(folder, 0), tokenizer.decode)
+            engine = await _embedded(options, weights_folder(folder, 0), tokenizer.decode)
         stack.push_async_callback(engine.close)
-        weights = Weights(engine, folder)
+        weights = AlternatingWeights(engine, folder)
         stages = {}
         for name, target in targets.items():
             scoring = ScoringEngine(weights, target.oracle, target.format, target.codec.stop_ids)
             data = scratch / name
             settings = GatewaySettings(port=0, control_port=0, data=data, journal="os")
             gateway = Gateway(scoring, target.codec, settings)
-            base_url = await stack.enter_async_context(_opened(gateway, listening=target.primary))
+            base_url = await stack.enter_async_context(_open_gateway(gateway, listening=target.primary))
             app = ProviderApp(gateway, all_dialects())
-            stages[name] = _Stage(target, scoring, gateway, app, folder.name, base_url, client)
-        yield _Company(options, parts, stages, results)
+            stages[name] = _TargetGateway(target, scoring, gateway, app, folder.name, base_url, client)
+        yield _VocabularyRun(options, parts, stages, results)
         for stage in stages.values():
             results.calls += stage.engine.calls
 
@@ -359,7 +377,7 @@ async def _embedded(options: AuditOptions, weights: Path, decode: Callable[[Sequ
         decode=decode,
         max_batch=options.concurrency * 2,
         max_cached_tokens=_CACHE,
-        context=_CONTEXT,
+        context=CONTEXT_TOKENS,
         threads=options.threads,
         seed=options.seed,
     )
@@ -368,10 +386,10 @@ async def _embedded(options: AuditOptions, weights: Path, decode: Callable[[Sequ
 
 
 @asynccontextmanager
-async def _opened(gateway: Gateway, *, listening: bool) -> AsyncIterator[str | None]:
-    """The gateway, open, and where it listens if it does."""
+async def _open_gateway(gateway: Gateway, *, listening: bool) -> AsyncIterator[str | None]:
+    """Open the gateway; yields its URL if it listens on a socket."""
     if listening:
-        async with serving(gateway, "audit") as running:
+        async with serve_gateway(gateway, "audit") as running:
             yield running.base_url
         return
     await gateway.open()

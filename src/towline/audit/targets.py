@@ -1,9 +1,9 @@
-"""What the audit runs on: a tokenizer with a chat template, and what conversations that pair can have.
+"""Audit targets: a tokenizer with a chat template, and the kinds of conversation that the pair supports.
 
-Real families come with a tokenizer and a template of their own. Every other template is put on one tokenizer that has the
-special tokens of all of them added, so that they share a vocabulary and with it one model. What a pair can do (tools,
-reasoning, a system prompt, …) is what its family documents and its template shows. The codec under test has no say in it:
-what it cannot do and should is a finding.
+Real families have their own tokenizer and template. Every other template runs on one tokenizer with the special tokens of
+all of them added, so that they share a vocabulary and one model. What a pair supports (tools, reasoning, a system prompt,
+…) follows from what its family documents and its template shows. The codec under test has no say in it: a supported feature
+that it cannot handle is a violation.
 """
 
 from __future__ import annotations
@@ -18,101 +18,228 @@ from typing import Any
 import tokenizers
 
 from towline import assets
-from towline.audit.abilities import Abilities, probe
-from towline.audit.families import FAMILIES, TEMPLATES, Family, recognised
-from towline.audit.formats import PLAIN as PLAIN_TEXT
-from towline.audit.formats import Format
-from towline.audit.oracle import Oracle, Refusal, special_tokens
+from towline.audit.content import TOOLS
+from towline.audit.families import FAMILIES, TEMPLATES, FormatCall, ModelFamily, ReplyFormat, detect_format
+from towline.audit.families import PLAIN_TEXT as PLAIN_TEXT
+from towline.audit.oracle import HfMessage, Oracle, TemplateRefused, special_tokens
 from towline.errors import ConfigError
 from towline.tokens.codec import SpecialText
-from towline.tokens.jinja import ChatTemplate
 from towline.tokens.loading import load_codec, make_codec
-from towline.tokens.template import SentinelCodec
+from towline.tokens.templates.chat_template import ChatTemplate
+from towline.tokens.templates.sentinel import SentinelCodec
 from towline.tokens.tokenizer import Tokenizer
 
+_SIMPLE = "It is quite simple."
+_DONE = "All of it is done."
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCapabilities:
+    """The kinds of conversation that a target supports: documented by its family and shown by its template."""
+
+    system: bool = False
+    """The template shows a system prompt."""
+    tools: bool = False
+    """The family documents how calls are written, and the template shows calls and results."""
+    parallel: bool = False
+    """Several calls per turn."""
+    text_beside_call: bool = False
+    """Text before a call."""
+    reasoning: bool = False
+    """The family documents how reasoning is written."""
+    keeps_reasoning: bool = False
+    """The template still shows a turn's reasoning once tool results follow."""
+    strips_reasoning: bool = False
+    """The template removes reasoning once a user message follows."""
+    notes: bool = False
+    """A user message may follow a tool result or another user message."""
+    prefill: bool = False
+    """The model can continue an assistant message."""
+    closes: bool = False
+    """The end-of-turn token belongs to the turn."""
+    opens: bool = False
+    """The end-of-turn token opens the next message."""
+    other_ends: bool = False
+    """A model can sample several end-of-turn ids."""
+    plain_special_text: bool = False
+    """Text that spells a special token is encoded as text."""
+    text_round_trips: bool = False
+    """A canonical answer renders to the ids it was sampled as."""
+    call_round_trips: bool = False
+    """A canonical call renders to the ids it was sampled as."""
+
+
+def probe_capabilities(
+    oracle: Oracle, format: ReplyFormat, ends: Iterable[str], *, other_ends: bool, plain_special_text: bool
+) -> TargetCapabilities:
+    """Probe the template. `ends` are the tokens that end a message; the last two are settings of the target."""
+    asked = _Probe(oracle, format)
+    user, more, called, both, results = asked.user, asked.more, asked.called, asked.both, asked.results
+    tools = format.calls and asked.shown([user, called, results[0]], "ls 1", "result 1")
+    beside = {**called, "content": "Now this."}
+    reasoning = format.think is not None
+    thought: HfMessage = {"role": "assistant", "content": _DONE, "reasoning": _SIMPLE}
+    closes = asked.closes(ends)
+    return TargetCapabilities(
+        system=oracle.shows([{"role": "system", "content": "Be brief."}, user], "Be brief."),
+        tools=tools,
+        parallel=tools and format.parallel and asked.shown([user, both, *results], "ls 1", "ls 2", "result 2"),
+        text_beside_call=tools and format.beside and asked.shown([user, beside, results[0]], "Now this.", "ls 1"),
+        reasoning=reasoning,
+        keeps_reasoning=reasoning
+        and tools
+        and asked.shown([user, {**called, "reasoning": _SIMPLE}, results[0]], _SIMPLE),
+        strips_reasoning=reasoning
+        and oracle.shows([user, thought], _SIMPLE, generation=False)
+        and not oracle.shows([user, thought, more], _SIMPLE),
+        notes=oracle.shows([user, more], more["content"])
+        and (not tools or asked.shown([user, called, results[0], more], more["content"])),
+        prefill=asked.prefills(),
+        closes=closes,
+        opens=not closes,
+        other_ends=other_ends,
+        plain_special_text=plain_special_text,
+        text_round_trips=asked.round_trips({"role": "assistant", "content": _DONE}, [more], ()),
+        call_round_trips=tools and asked.round_trips(called, results[:1], TOOLS),
+    )
+
+
+class _Probe:
+    def __init__(self, oracle: Oracle, format: ReplyFormat):
+        self.oracle = oracle
+        self.format = format
+        self.user: HfMessage = {"role": "user", "content": "Please do it."}
+        self.more: HfMessage = {"role": "user", "content": "Go on, do."}
+        calls = [
+            {"id": f"abcdefgh{n}", "name": "bash", "arguments": {"command": f"ls {n}", "timeout": n}} for n in (1, 2)
+        ]
+        self.both: HfMessage = {"role": "assistant", "content": "", "tool_calls": calls}
+        self.called: HfMessage = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
+        self.results: list[HfMessage] = [
+            {"role": "tool", "content": f"result {n}", "tool_call_id": call["id"], "name": "bash"}
+            for n, call in enumerate(calls, 1)
+        ]
+
+    def shown(self, messages: Sequence[HfMessage], *texts: str) -> bool:
+        return all(self.oracle.shows(messages, text, TOOLS) for text in texts)
+
+    def prefills(self) -> bool:
+        start = {"role": "assistant", "content": "The answer begins"}
+        try:
+            return self.oracle.continued([self.user, start]).endswith("The answer begins")
+        except TemplateRefused:
+            return False
+
+    def closes(self, ends: Iterable[str]) -> bool:
+        """Whether the template writes an end-of-turn token after a final answer."""
+        try:
+            text = self.oracle.render([self.user, {"role": "assistant", "content": _DONE}], generation=False)
+        except TemplateRefused:
+            return False
+        return any(end in text[text.rfind(_DONE) :] for end in ends)
+
+    def round_trips(self, reply: HfMessage, new: Sequence[HfMessage], tools: Sequence[dict[str, object]]) -> bool:
+        """Whether a plain server's next prompt starts with the previous prompt and reply."""
+        calls = [FormatCall(c["name"], c["arguments"], c["id"]) for c in reply.get("tool_calls", ())]
+        oracle, format = self.oracle, self.format
+        system: HfMessage = {"role": "system", "content": "Be brief."}
+        # Mistral's template shows the system prompt in the last user message.
+        asked = [system, self.user] if oracle.shows([system, self.user], "Be brief.") else [self.user]
+        try:
+            prompt = oracle.render(asked, tools)
+            after = oracle.encode(oracle.render([*asked, reply, *new], tools))
+        except TemplateRefused:
+            return False
+        opened = prompt.rstrip().endswith("<think>")
+        before = oracle.encode(prompt)
+        before += oracle.encode(format.text(None, reply["content"], calls, opened=opened, as_shown=True))
+        end = oracle.id_of(format.ending(calls))
+        return end is not None and after[: len(before) + 1] == [*before, end]
+
+
 BASE = "qwen3"
-"""The tokenizer that lends its vocabulary to templates without one."""
-PLAIN = f"{BASE}+plain_special_text"
-"""That tokenizer with its own template, where text that spells a special token stays text."""
+"""The tokenizer that templates without one borrow."""
+PLAIN_SPECIAL_TEXT = f"{BASE}+plain_special_text"
+"""That tokenizer with its own template, and special tokens in messages encoded as text."""
 
 _SPECIAL = re.compile(
     r"<\|[^|<>\s]{1,40}\|?>|<[^|<>\s]{1,40}\|>|<[|\uff5c][^|\uff5c<>\n]{1,40}[|\uff5c]>|</?s>|<bos>|<eos>"
     r"|<(?:start|end)_of_(?:turn|utterance|image)>|\[/?[A-Z_]{3,20}\]|<SPECIAL_\d+>"
 )
-"""Text in a template that is a token of its own in the template's own tokenizer."""
+"""Template text that is a special token in the template's own tokenizer."""
 _MARK = "AUDITANSWER"
 _NO_EOS = "<|endoftext|>"
 
 
 @dataclass(slots=True)
-class Target:
+class AuditTarget:
     """One tokenizer with one template."""
 
     name: str
     vocabulary: str
-    """Names the tokenizer; targets with the same one share a model."""
+    """The tokenizer's name; targets with the same one share a model."""
     codec: SentinelCodec
     oracle: Oracle
-    format: Format
-    abilities: Abilities
+    format: ReplyFormat
+    abilities: TargetCapabilities
     primary: bool
-    """Has a tokenizer of its own, or is the user's: every behaviour is run on it."""
+    """It has its own tokenizer, or is the user's: every behaviour runs on it."""
     family: str = ""
-    """The family whose own tokenizer and template these are."""
+    """The family, if both tokenizer and template are its own."""
 
     @property
     def can(self) -> set[str]:
         return {field.name for field in fields(self.abilities) if getattr(self.abilities, field.name)}
 
 
-def find(
+def find_targets(
     names: Sequence[str] | None = None, *, tokenizer: Path | None = None, template: Path | None = None
-) -> list[Target]:
-    """The targets: those named, else all at hand; and the user's own tokenizer and template beside them."""
-    known = _known() if names is None or names else {}
-    chosen: dict[str, tuple[Path, Format]] = {}
+) -> list[AuditTarget]:
+    """The named targets, by default all available ones, plus the user's tokenizer and template."""
+    known = _known_targets() if names is None or names else {}
+    chosen: dict[str, tuple[Path, ReplyFormat]] = {}
     targets = []
     for name in known if names is None else names:
         if name not in known:
-            raise ConfigError(f"no audit target {name!r}; there are: {', '.join(known)}")
+            raise ConfigError(f"unknown audit target {name!r}; available: {', '.join(known)}")
         borrowed = known[name]
         if borrowed is not None:
             chosen[name] = borrowed
-        elif name == PLAIN:
+        elif name == PLAIN_SPECIAL_TEXT:
             folder = assets.tokenizer(BASE)
             codec = load_codec(folder, special_text=SpecialText.PLAIN)
             oracle = Oracle.of_folder(folder)
             targets.append(_target(name, BASE, codec, oracle, FAMILIES[BASE].format, primary=False))
         else:
-            targets.append(_real(name, FAMILIES[name]))
+            targets.append(_family_target(name, FAMILIES[name]))
     if tokenizer is not None:
         name = f"{tokenizer.name}+{template.stem}" if template else tokenizer.name
         codec, oracle = load_codec(tokenizer, template=template), Oracle.of_folder(tokenizer, template)
-        format = recognised(oracle.source)
+        format = detect_format(oracle.source)
         targets.append(_target(name, f"user-{tokenizer.name}", codec, oracle, format, primary=True))
     elif template is not None:
-        chosen[f"user+{template.stem}"] = template, recognised(template.read_text("utf-8"))
-    targets += _borrowed(chosen)
+        chosen[f"user+{template.stem}"] = template, detect_format(template.read_text("utf-8"))
+    targets += _template_targets(chosen)
     if not targets:
-        raise ConfigError("the audit has no target: name one, or give a tokenizer or a template")
+        raise ConfigError("the audit has no target: name one, or pass --tokenizer or --template")
     return targets
 
 
-def _known() -> dict[str, tuple[Path, Format] | None]:
-    """The targets at hand by name, with the file and format of those that are only a template."""
-    templates, at_hand = assets.templates(), assets.tokenizers()
+def _known_targets() -> dict[str, tuple[Path, ReplyFormat] | None]:
+    """The available targets by name, with file and format for those that are only a template."""
+    templates, installed = assets.templates(), assets.tokenizers()
     real = [
         name
         for name, family in FAMILIES.items()
-        if (family.tokenizer or name) in at_hand and (not family.template or family.template in templates)
+        if (family.tokenizer or name) in installed and (not family.template or family.template in templates)
     ]
     return {
-        **dict.fromkeys([*real, PLAIN]),
+        **dict.fromkeys([*real, PLAIN_SPECIAL_TEXT]),
         **{f"{BASE}+{name}": (templates[name], format) for name, format in TEMPLATES.items() if name in templates},
     }
 
 
-def _real(name: str, family: Family) -> Target:
+def _family_target(name: str, family: ModelFamily) -> AuditTarget:
     folder = assets.tokenizer(family.tokenizer or name)
     template = assets.templates()[family.template] if family.template else None
     if not family.stops and not family.renamed:
@@ -135,7 +262,7 @@ def _real(name: str, family: Family) -> Target:
     )
 
 
-def _borrowed(templates: dict[str, tuple[Path, Format]]) -> Iterable[Target]:
+def _template_targets(templates: dict[str, tuple[Path, ReplyFormat]]) -> Iterable[AuditTarget]:
     """Templates on the tokenizer `BASE`, with the special tokens of all of them added."""
     if not templates:
         return
@@ -153,33 +280,40 @@ def _borrowed(templates: dict[str, tuple[Path, Format]]) -> Iterable[Target]:
 
 
 def _end_of_turn(backend: tokenizers.Tokenizer, source: str) -> str:
-    """The end of a turn in a template of no known family: the special token that it writes behind an answer."""
+    """The end-of-turn token of a template of an unknown family: the special token that it writes after an answer."""
     oracle = Oracle(backend, {"default": source}, {"bos_token": "<s>", "eos_token": _NO_EOS})
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
     try:
         found = _SPECIAL.findall(oracle.render(messages, generation=False).partition(_MARK)[2])
-    except Refusal:
+    except TemplateRefused:
         found = []
     return str(found[0]) if found else _NO_EOS
 
 
 def _target(
-    name: str, vocabulary: str, codec: SentinelCodec, oracle: Oracle, format: Format, *, primary: bool, family: str = ""
-) -> Target:
+    name: str,
+    vocabulary: str,
+    codec: SentinelCodec,
+    oracle: Oracle,
+    format: ReplyFormat,
+    *,
+    primary: bool,
+    family: str = "",
+) -> AuditTarget:
     if not format.end:
-        format = _ended(format, codec)
+        format = _with_end(format, codec)
     ends = [text for id in codec.end_ids if (text := oracle.backend.id_to_token(id))]
-    abilities = probe(
+    abilities = probe_capabilities(
         oracle,
         format,
         ends,
         other_ends=len(codec.stop_ids) > 1,
         plain_special_text=codec.special_text is SpecialText.PLAIN,
     )
-    return Target(name, vocabulary, codec, oracle, format, abilities, primary, family)
+    return AuditTarget(name, vocabulary, codec, oracle, format, abilities, primary, family)
 
 
-def _ended(format: Format, codec: SentinelCodec) -> Format:
-    """A format of no known family, with the tokenizer's own end."""
+def _with_end(format: ReplyFormat, codec: SentinelCodec) -> ReplyFormat:
+    """The format of an unknown family, with the tokenizer's end-of-turn token."""
     end = codec.tokenizer.eos_token or codec.tokenizer.token_of(min(codec.stop_ids)) or ""
-    return Format(format.name or PLAIN_TEXT.name, end, format.write)
+    return ReplyFormat(format.name or PLAIN_TEXT.name, end, format.write)

@@ -1,1 +1,1 @@
-"""What the gateway costs, measured on its real code with real tokenizers: `continuing` (one turn) and `load` (many)."""
+"""Benchmarks on the real code: gateway, server, sandboxes, pacing and builders. `bench/README.md` explains the figures."""

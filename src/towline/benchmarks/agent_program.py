@@ -1,6 +1,6 @@
-"""The agent of the benchmarks that run sandboxes: plain Python, as quick to start as a program can be.
+"""The agent program of the benchmarks that run sandboxes. It starts as fast as a Python program can.
 
-It runs inside a sandbox, so it imports nothing but the standard library.
+It runs inside a sandbox by its file path, so it imports only the standard library.
 """
 
 import http.client

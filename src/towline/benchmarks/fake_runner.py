@@ -1,10 +1,9 @@
-"""A runner that runs nothing: sessions that end at once with a small, valid trajectory, for the server's own figures and
-tests.
+"""A fake runner for benchmarks and tests of the server: sessions end at once with a small, valid trajectory.
 
-What a session does is in its task's `harness_options`: `seconds` before it ends, `fail` (how many attempts fail), `reason`
-(the `FailureReason` of those), `lose` (how many are lost with their node), `hopeless`, `empty` (nothing to learn from),
-`hang` (until it is cancelled; a number is that of the attempts that do), `outage` (it brings the engine down). A list gives
-each sample its own. While the breaker `engine:policy` is open, sessions fail blamelessly.
+A task's `harness_options` control its sessions: `seconds` (duration), `fail` (how many attempts fail), `reason` (their
+`FailureReason`), `lose` (how many attempts are lost with their node), `hopeless` (failures are not retried), `empty` (no
+trained tokens), `hang` (until cancelled; a number limits it to that many attempts), `outage` (brings the engine down). A
+list gives one value per sample. While the breaker `engine:policy` is open, sessions fail without blame.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from towline.cluster.runner import InvalidTask, LogNotFound, NodeLost, SessionLog
 from towline.engines.base import PauseMode
 from towline.errors import EngineError
 from towline.schema import (
@@ -37,10 +37,9 @@ from towline.schema import (
     Trajectory,
     Turn,
 )
-from towline.server.runner import InvalidTask, NodeLost, NoLog, SessionLog
 
 _PROMPT, _SAMPLED = 24, 16
-"""Tokens of a session."""
+"""Prompt and sampled tokens of a session."""
 ENGINE = "engine:policy"
 _OPTIONS = {"seconds", "fail", "reason", "lose", "hopeless", "empty", "hang", "outage"}
 
@@ -51,10 +50,6 @@ class FakeOutcome:
     trajectory: Trajectory
     hopeless: bool = False
     blameless: bool = False
-
-    @property
-    def usable(self) -> bool:
-        return self.session.state is SessionState.DONE and self.trajectory.report.trained_tokens > 0
 
 
 class FakeRunner:
@@ -67,30 +62,30 @@ class FakeRunner:
         self.trouble = ""
         self.paused = False
         self.started: list[str] = []
-        """Sessions in the order they came."""
+        """Session ids in the order of submission."""
         self.most = 0
-        """Most sessions at a time."""
+        """Highest number of concurrent sessions."""
         self.forgotten: list[str] = []
         self.erased: set[str] = set()
         self.closed = False
         self.breakers: list[BreakerStatus] = []
         self.error = "the fake failed"
-        """What sessions that fail say."""
+        """The error of failing sessions."""
         self.hold = False
-        """Whether sessions that start wait for `release`."""
+        """Whether new sessions wait for `release`."""
         self._gate = asyncio.Event()
         self.problems: list[str] = []
-        """What a probe finds."""
+        """The problems that `probe` reports."""
         self.logs: dict[str, dict[str, bytes]] = {}
         """Log files by session and name."""
         self._on_breaker: Callable[[BreakerStatus], None] = lambda status: None
         self._engine_failed: Callable[[str, FailureReason], None] = lambda engine, reason: None
-        self._flying: dict[str, asyncio.Event] = {}
+        self._active: dict[str, asyncio.Event] = {}
 
     # Circuit breakers
 
     def trip(self, component: str, reason: str = "") -> None:
-        """Open a breaker, or close it if there is no reason."""
+        """Open a breaker, or close it if no reason is given."""
         before = next((one for one in self.breakers if one.component == component), None)
         opened = (before.opened if before else 0) + bool(reason)
         status = BreakerStatus(component=component, open=bool(reason), reason=reason, since=time.time(), opened=opened)
@@ -111,7 +106,7 @@ class FakeRunner:
         return any(one.open and one.component == ENGINE for one in self.breakers)
 
     def release(self) -> None:
-        """Let sessions that `hold` keeps come to their ends."""
+        """Let the sessions that `hold` blocks finish."""
         self._gate.set()
         self._gate = asyncio.Event()
 
@@ -122,27 +117,27 @@ class FakeRunner:
 
     async def check(self, task: Task) -> None:
         if task.harness != "fake":
-            raise InvalidTask("harness", f"no harness {task.harness!r}; there is: fake")
+            raise InvalidTask("harness", f"unknown harness {task.harness!r}; available: fake")
         unknown = set(task.harness_options) - _OPTIONS
         if unknown:
             raise InvalidTask("harness_options", f"harness fake has no option {min(unknown)!r}")
 
-    def reaches(self, task: Task) -> list[str]:
+    def host_access(self, task: Task) -> list[str]:
         return ["environment.sandbox"] if task.environment.sandbox is SandboxKind.PROCESS else []
 
-    def watch(self, changed: Callable[[Session], None]) -> None:
+    def watch_sessions(self, changed: Callable[[Session], None]) -> None:
         self.changed = changed
 
     def submit(self, task: Task, session: Session) -> Awaitable[FakeOutcome]:
-        self._flying[session.session_id] = asyncio.Event()
+        self._active[session.session_id] = asyncio.Event()
         self.started.append(session.session_id)
-        self.most = max(self.most, len(self._flying))
+        self.most = max(self.most, len(self._active))
         return self._run(task, session)
 
     async def _run(self, task: Task, session: Session) -> FakeOutcome:
         options = {name: _of(value, session.sample) for name, value in task.harness_options.items()}
-        cancelled = self._flying[session.session_id]
-        version = self.version  # of its first token, which is what makes it old
+        cancelled = self._active[session.session_id]
+        version = self.version  # of its first token, which determines its staleness
         try:
             for state in (SessionState.INIT, SessionState.READY, SessionState.RUNNING):
                 session = session.advance(state, at=time.time())
@@ -170,10 +165,10 @@ class FakeRunner:
             session = session.advance(SessionState.BUILDING, at=time.time())
             return self._ended(version, session, SessionState.DONE, EndReason.EXITED, empty=bool(options.get("empty")))
         finally:
-            self._flying.pop(session.session_id, None)
+            self._active.pop(session.session_id, None)
 
     async def _work(self, task: Task, seconds: float, cancelled: asyncio.Event) -> None:
-        """What takes time in a session; over when it is cancelled."""
+        """Wait for the session's duration, or until it is cancelled."""
         if seconds:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -204,8 +199,8 @@ class FakeRunner:
         return FakeOutcome(session, trajectory)
 
     def cancel(self, session_id: str) -> None:
-        if session_id in self._flying:
-            self._flying[session_id].set()
+        if session_id in self._active:
+            self._active[session_id].set()
 
     def forget(self, task_id: str) -> None:
         self.forgotten.append(task_id)
@@ -223,12 +218,12 @@ class FakeRunner:
     async def read_log(self, session_id: str, name: str, most: int) -> SessionLog:
         logs = self.logs.get(session_id, {})
         if name not in logs:
-            raise NoLog(sorted(logs))
+            raise LogNotFound(sorted(logs))
         data = logs[name]
         return SessionLog(data[-most:], max(0, len(data) - most), sorted(logs))
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"name": self.name, "capacity": self.capacity, "active": len(self._flying)}]
+        return [{"name": self.name, "capacity": self.capacity, "active": len(self._active)}]
 
     async def pause(self, mode: PauseMode, deadline: float | None) -> None:
         self.paused = True
@@ -243,7 +238,7 @@ class FakeRunner:
         self.version = version
 
     async def close(self) -> None:
-        for cancelled in self._flying.values():
+        for cancelled in self._active.values():
             cancelled.set()
         self.closed = True
 
@@ -253,7 +248,7 @@ def _of(value: Any, sample: int) -> Any:
 
 
 def fake_trajectory(session: Session, *, version: int, full: bool, error: str | None = None) -> Trajectory:
-    """One turn, trained; or nothing. What is checked once is not checked again: only names differ."""
+    """A trajectory of one trained turn, or an empty one. Validated once per kind: copies differ only in ids."""
     if not full:
         return Trajectory(
             session_id=session.session_id,

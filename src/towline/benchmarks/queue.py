@@ -1,13 +1,13 @@
-"""What a session costs the server, with few and with many in the queue.
+"""Cost of a session in the server, with a short and a long queue.
 
-The real service on SQLite with its defaults (WAL, every commit synced), twice. With the fake runner, which ends each session
-at once with a small trajectory, what is measured is the server alone. With the real node, sandboxes, gateway and journal
-and the scripted engine, it is all that the service's process does for a session; what runs in the sandbox is not its own.
+The real service on SQLite with its defaults (WAL, every commit synced) runs twice. With the fake runner, which ends each
+session at once with a small trajectory, the figures are the server's alone. With the real node, sandboxes, gateway, journal
+and the scripted engine, they are everything that the service's process does for a session, without the processes in the
+sandbox.
 
-Each size is a process of its own: the queue is filled while the policy is paused, then a fixed number of sessions is run
-while the rest wait behind them, and with the fake runner leased and acknowledged too. CPU is what the kernel charged to
-the process, all threads; memory is what it kept. If a session cost more with ten times as many behind it, it would show
-here.
+Each size runs in its own process: the queue is filled while the policy is paused, then a fixed number of sessions runs while
+the rest wait; with the fake runner they are also leased and acknowledged. CPU time is that of all threads of the process as
+charged by the kernel; memory is what the process kept. A cost per session that grows with the queue would show here.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from towline import assets, rollout
+from towline import assets
 from towline.benchmarks.fake_runner import FakeRunner
+from towline.cluster.local import NodeRunner
+from towline.cluster.runner import Runner
 from towline.config import GatewaySettings, NodeSettings, ServerSettings, Settings
 from towline.engines.base import PauseMode
 from towline.engines.scripted import Say, ScriptedEngine
 from towline.errors import TowlineError
 from towline.gateway.gateway import Gateway
+from towline.runs import run as rollout
 from towline.schema import Task, Unit
-from towline.server.auth import ANYBODY
-from towline.server.local import NodeRunner
-from towline.server.results import Wish
-from towline.server.runner import Runner
+from towline.server.api.auth import ANONYMOUS
+from towline.server.delivery.leases import LeaseRequest
 from towline.server.service import Service
 from towline.tokens.loading import load_codec
 
 SAMPLES = 10
-"""Sessions a task."""
+"""Sessions per task."""
 RUN = {"fake": 500, "node": 100}
-"""Sessions that are run at each size, or half of the queue if that is less."""
+"""Sessions run at each size; at most half of the queue."""
 _FIGURES = ("memory_bytes", "submit_ms", "run_ms")
 _SECONDS = 1200
-"""When a size is given up."""
+"""Timeout of one size."""
 _PROGRAM = Path(__file__).with_name("agent_program.py")
 
 
-def run(sizes: Sequence[int] = (1_000, 10_000), *, report: Callable[[str], None] | None = None) -> dict[str, Any]:
-    """Figures a session at each number of queued sessions, by runner, and how they grow from smallest to largest."""
-    return {"database": "sqlite", "runners": {runner: _grown(runner, sizes, report) for runner in RUN}}
+def run(sizes: Sequence[int] = (1_000, 10_000), *, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Per-session figures at each queue size, by runner, and their growth from smallest to largest."""
+    return {"database": "sqlite", "runners": {runner: _run_sizes(runner, sizes, progress) for runner in RUN}}
 
 
-def _grown(runner: str, sizes: Sequence[int], report: Callable[[str], None] | None) -> dict[str, Any]:
-    found = []
+def _run_sizes(runner: str, sizes: Sequence[int], progress: Callable[[str], None]) -> dict[str, Any]:
+    figures = []
     for size in sizes:
-        if report is not None:
-            report(f"{size} queued, {_TITLES[runner]}")
+        progress(f"{size} queued, {_TITLES[runner]}")
         done = subprocess.run(
             [sys.executable, "-m", "towline.benchmarks.queue", runner, str(size)],
             capture_output=True,
@@ -71,12 +71,12 @@ def _grown(runner: str, sizes: Sequence[int], report: Callable[[str], None] | No
         )
         if done.returncode:
             raise TowlineError(f"the server with {size} queued sessions failed: {done.stderr[-2000:]}")
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    growth = {name: found[-1][name] / found[0][name] if found[0][name] else None for name in _FIGURES}
-    return {"sizes": found, "growth": growth}
+        figures.append(json.loads(done.stdout.splitlines()[-1]))
+    growth = {name: figures[-1][name] / figures[0][name] if figures[0][name] else None for name in _FIGURES}
+    return {"sizes": figures, "growth": growth}
 
 
-_TITLES = {"fake": "the server alone", "node": "with node, sandboxes and scripted engine"}
+_TITLES = {"fake": "server alone", "node": "with node, sandboxes and scripted engine"}
 
 
 def render(result: dict[str, Any], console: Console) -> None:
@@ -91,8 +91,8 @@ def render(result: dict[str, Any], console: Console) -> None:
         "sessions/s",
     ):
         table.add_column(name, justify="right")
-    for runner, found in result["runners"].items():
-        for size in found["sizes"]:
+    for runner, figures in result["runners"].items():
+        for size in figures["sizes"]:
             delivering = size["deliver_ms"]
             table.add_row(
                 _TITLES[runner],
@@ -104,10 +104,10 @@ def render(result: dict[str, Any], console: Console) -> None:
                 f"{size['sessions_a_second']:,.1f}",
             )
     console.print(table)
-    grown = ", ".join(f"{found['growth']['run_ms']:.2f} ({_TITLES[name]})" for name, found in result["runners"].items())
+    grown = ", ".join(f"{one['growth']['run_ms']:.2f}x ({_TITLES[name]})" for name, one in result["runners"].items())
     console.print(
-        "CPU and memory of the service's process for one session, on SQLite. From the smallest queue to the largest, "
-        f"running and storing a session costs so many times as much: {grown}.",
+        "CPU time and memory of the service's process per session, on SQLite. Growth of the cost to run and store a "
+        f"session, from the smallest queue to the largest: {grown}.",
         highlight=False,
     )
 
@@ -121,7 +121,7 @@ async def _runner(kind: str, folder: Path) -> AsyncIterator[Runner]:
     settings = Settings(gateway=GatewaySettings(port=0, control_port=0, data=folder), node=NodeSettings(run_workers=8))
     engine = ScriptedEngine(codec, lambda request: Say("Done."))
     gateway = Gateway(engine, codec, settings.gateway, model="scripted")
-    async with rollout.node_on(gateway, settings, folder) as node:
+    async with rollout.local_node(gateway, settings, folder, stores_trajectories=False) as node:
         yield NodeRunner(node)
 
 
@@ -136,7 +136,7 @@ async def _measure(kind: str, queued: int, folder: Path) -> dict[str, Any]:
 
 
 async def _figures(service: Service, kind: str, queued: int) -> dict[str, Any]:
-    # The first of everything costs more than the rest: imports, prepared statements, connections.
+    # Warm-up: imports, prepared statements, connections.
     await _submit(service, kind, "warm", 40)
     await _deliver(service, 40)
     await service.policy.pause(PauseMode.ABORT, None)
@@ -148,14 +148,14 @@ async def _figures(service: Service, kind: str, queued: int) -> dict[str, Any]:
     cpu, wall = time.process_time(), time.perf_counter()
     await service.policy.resume(None)
     count = min(RUN[kind], queued // 2)
-    while (ended := queued - service.scheduler.waiting - len(service.scheduler.flights)) < count:
+    while (ended := queued - service.scheduler.waiting - len(service.scheduler.active)) < count:
         await service.signals.results.wait(service.signals.results.count, 1.0)
     running, seconds = time.process_time() - cpu, time.perf_counter() - wall
     delivering: float | None = None
     if kind == "fake":
-        # Nothing else is under way then. A real session would wait for its turn until the policy goes on.
+        # Nothing else runs then. A real session would block until the policy is resumed.
         await service.policy.pause(PauseMode.ABORT, None)
-        await asyncio.gather(*service.scheduler.flights.values())
+        await asyncio.gather(*service.scheduler.active.values())
         cpu = time.process_time()
         await _deliver(service, count)
         delivering = (time.process_time() - cpu) / count * 1000
@@ -182,18 +182,18 @@ async def _submit(service: Service, kind: str, name: str, sessions: int) -> None
         for number in range(sessions // SAMPLES)
     ]
     for start in range(0, len(tasks), 50):
-        await service.submit(tasks[start : start + 50], ANYBODY, many=True)
+        await service.submit(tasks[start : start + 50], ANONYMOUS, many=True)
 
 
 async def _deliver(service: Service, count: int) -> None:
     while count > 0:
-        found = await service.lease(Wish("bench", Unit.SESSION, min(16, count), 600.0), 30.0)
+        found = await service.lease(LeaseRequest("bench", Unit.SESSION, min(16, count), 600.0), 30.0)
         await service.ack("bench", [one.result_id for one in found.results])
         count -= len(found.results)
 
 
 def _memory() -> int:
-    """Bytes that the process keeps."""
+    """Resident memory of this process in bytes."""
     gc.collect()
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmRSS:"):

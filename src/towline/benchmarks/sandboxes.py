@@ -1,8 +1,8 @@
-"""What a sandbox costs: start, warm acquire, a command in a live one, and how many a second; bubblewrap beside docker.
+"""Cost of a sandbox: start, warm acquire, a command in a live one, and throughput; bubblewrap compared with docker.
 
-Both runtimes get the same root (a static busybox alone), the same limits and the same command, in one run on one
-machine, so that their ratio means something where the times themselves do not. Docker is measured where there is an
-engine, or where this process may start one of its own; else the result says why it is missing.
+Both runtimes get the same root (only a static busybox), the same limits and the same command, in one run on one machine, so
+that their ratio is meaningful even where the times are not. Docker is measured if an engine runs or this process may start
+one; otherwise the result says why it is missing.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rich.console import Console
 from rich.table import Table
 
 from towline.errors import TowlineError
-from towline.sandboxes.base import Runtime, Sandbox, Spec, execute
-from towline.sandboxes.bubblewrap import BubblewrapRuntime
-from towline.sandboxes.pool import Pool
+from towline.sandboxes.base import Runtime, Sandbox, SandboxSpec, execute
+from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
+from towline.sandboxes.pool import SandboxPool
 from towline.schema import Resources
 
 Progress = Callable[[str], None]
 _LIMITS = Resources(memory_mb=256, pids=64)
 _AT_ONCE = 8
 _ROWS = {
-    "start_ms": "start, and a first command",
-    "warm_ms": "warm acquire, and a first command",
-    "execute_ms": "a command in a live sandbox",
-    "end_ms": "end",
+    "start_ms": "start and first command",
+    "warm_ms": "warm acquire and first command",
+    "execute_ms": "command in a live sandbox",
+    "end_ms": "destroy",
 }
 _ENGINE_SECONDS = 60
 
@@ -47,7 +47,7 @@ def run(
     progress: Progress = lambda _: None,
     docker: bool = True,
 ) -> dict[str, Any]:
-    """Measure. `target` is not used: there is no model in this."""
+    """Run the benchmark. `target` is unused: no model takes part."""
     with tempfile.TemporaryDirectory(prefix="towline-bench-") as scratch:
         return asyncio.run(_run(Path(scratch), repeats, progress, docker))
 
@@ -56,17 +56,17 @@ async def _run(scratch: Path, repeats: int, progress: Progress, docker: bool) ->
     busybox = shutil.which("busybox")
     root = await asyncio.to_thread(_root, scratch / "root", busybox) if busybox else ""
     command = ["/bin/busybox", "true"] if root else ["true"]
-    spec = Spec(root=str(root), resources=_LIMITS)
+    spec = SandboxSpec(root=str(root), resources=_LIMITS)
     runtimes: dict[str, Any] = {}
     own = BubblewrapRuntime(scratch / "bubblewrap")
     await own.open()
     try:
         runtimes["bubblewrap"] = await _measure(own, _enforced(spec, own), command, repeats, progress)
-        host = Spec(resources=_enforced(spec, own).resources)
+        host = SandboxSpec(resources=_enforced(spec, own).resources)
         runtimes["bubblewrap, host's root"] = await _measure(own, host, ["true"], repeats, progress)
     finally:
         await own.close()
-    missing = "" if docker else "not asked for"
+    missing = "" if docker else "disabled"
     if docker and not root:
         missing = "no busybox for its root: install busybox-static"
     if not missing:
@@ -91,14 +91,14 @@ async def _run(scratch: Path, repeats: int, progress: Progress, docker: bool) ->
     return result
 
 
-def _enforced(spec: Spec, runtime: Runtime) -> Spec:
-    """The spec with those of its limits that the runtime holds here."""
+def _enforced(spec: SandboxSpec, runtime: Runtime) -> SandboxSpec:
+    """The spec with only those limits that the runtime enforces on this machine."""
     held = {name: value for name, value in spec.resources if name in runtime.facts.enforced}
-    return Spec(root=spec.root, resources=Resources.model_validate(held))
+    return SandboxSpec(root=spec.root, resources=Resources.model_validate(held))
 
 
 async def _measure(
-    runtime: Runtime, spec: Spec, command: list[str], repeats: int, progress: Progress
+    runtime: Runtime, spec: SandboxSpec, command: list[str], repeats: int, progress: Progress
 ) -> dict[str, Any]:
     await runtime.prepare(spec)
     times: dict[str, list[float]] = {name: [] for name in _ROWS}
@@ -106,7 +106,7 @@ async def _measure(
     async def first(sandbox: Sandbox) -> None:
         done = await execute(sandbox, command)
         if not done.ok:
-            raise TowlineError(f"{runtime.name}: {command[0]} ended with {done.code}: {done.text}")
+            raise TowlineError(f"{runtime.name}: {command[0]} exited with {done.code}: {done.text}")
 
     for number in range(repeats):
         progress(f"{runtime.name}, {number + 1} of {repeats}")
@@ -118,7 +118,7 @@ async def _measure(
                 await first(sandbox)
         with _timed(times["end_ms"]):
             await sandbox.destroy()
-    pool = Pool(runtime, size=4, makers=2)
+    pool = SandboxPool(runtime, size=4, concurrency=2)
     try:
         for _ in range(repeats):
             pool.warm(spec, 4)
@@ -130,14 +130,14 @@ async def _measure(
             await sandbox.destroy()
     finally:
         await pool.close()
-    progress(f"{runtime.name}, {_AT_ONCE} at once")
-    found: dict[str, Any] = {name: _summary(values) for name, values in times.items()}
-    found["per_second"] = await _throughput(runtime, spec, first, repeats)
-    return found
+    progress(f"{runtime.name}, {_AT_ONCE} concurrent")
+    figures: dict[str, Any] = {name: _summary(values) for name, values in times.items()}
+    figures["per_second"] = await _throughput(runtime, spec, first, repeats)
+    return figures
 
 
-async def _throughput(runtime: Runtime, spec: Spec, first: Callable[[Sandbox], Any], repeats: int) -> float:
-    """Sandboxes a second from nothing to nothing, some at once."""
+async def _throughput(runtime: Runtime, spec: SandboxSpec, first: Callable[[Sandbox], Any], repeats: int) -> float:
+    """Sandboxes created, used and destroyed per second, `_AT_ONCE` concurrently."""
     count = max(_AT_ONCE, repeats * 2)
     room = asyncio.Semaphore(_AT_ONCE)
 
@@ -175,15 +175,15 @@ def _root(folder: Path, busybox: str) -> Path:
 
 @contextlib.asynccontextmanager
 async def _engine(scratch: Path) -> AsyncIterator[Runtime]:
-    """Docker's runtime: with the engine that is there, or one of its own for the while."""
-    from towline.sandboxes.docker import DEFAULT_URL, DockerRuntime
+    """The docker runtime, on the running engine or on a temporary one."""
+    from towline.sandboxes.docker.runtime import DEFAULT_URL, DockerRuntime
 
     url = os.environ.get("DOCKER_HOST", DEFAULT_URL)
     process = None
     if url == DEFAULT_URL and not os.path.exists(DEFAULT_URL.removeprefix("unix://")):  # noqa: ASYNC240
         dockerd = shutil.which("dockerd")
         if dockerd is None or os.geteuid() != 0:
-            raise TowlineError("no docker engine runs here, and only root with dockerd installed can start one")
+            raise TowlineError("no docker engine is running, and starting one needs root and dockerd")
         folder = scratch / "engine"
         folder.mkdir()
         url = f"unix://{folder}/docker.sock"
@@ -218,9 +218,9 @@ def _start_engine(dockerd: str, folder: Path, url: str) -> subprocess.Popen[byte
 
 
 def render(result: Mapping[str, Any], console: Console) -> None:
-    """Show a result to a person."""
+    """Print a result as a table."""
     who = "an ordinary user" if result["rootless"] else "root"
-    console.print(f"Sandboxes as {who}, ms: median (least) of {result['repeats']}")
+    console.print(f"Sandboxes as {who} in ms: median (minimum) of {result['repeats']}")
     table = Table()
     table.add_column("")
     for name in result["runtimes"]:
@@ -233,8 +233,10 @@ def render(result: Mapping[str, Any], console: Console) -> None:
         table.add_row(title, *cells, *([f"{ratio[row]:.0f} to 1"] if ratio else []))
     cells = [f"{found['per_second']:.1f}" for found in result["runtimes"].values()]
     table.add_row(
-        f"a second, {result['at_once']} at once", *cells, *([f"1 to {ratio['per_second']:.0f}"] if ratio else [])
+        f"sandboxes per second, {result['at_once']} concurrent",
+        *cells,
+        *([f"1 to {ratio['per_second']:.0f}"] if ratio else []),
     )
     console.print(table)
     if "docker_missing" in result:
-        console.print(f"docker was not measured: {result['docker_missing']}")
+        console.print(f"docker not measured: {result['docker_missing']}")

@@ -1,7 +1,6 @@
-"""The command line. Each command is a few lines of wiring; the work is in the module it calls.
+"""The command line: one file per command or command group, each a few lines of wiring.
 
-Every command has `--json` for programs, and says what is wrong in one line, without a traceback, when the cause is the
-user's to mend.
+Every command has `--json` for programs. Errors that the user can fix are printed in one line, without a traceback.
 """
 
 from __future__ import annotations
@@ -9,34 +8,36 @@ from __future__ import annotations
 import sys
 
 import typer
-from rich.console import Console
 
 from towline.cli import (
-    common,
-    doctor,
-    evaluate,
+    audit,
+    bench,
+    demo,
+    eval,
     gateway,
     generate,
     harness,
-    proofs,
     run,
     serve,
     service,
     store,
+    terminal,
     trace,
     train,
 )
+from towline.cli import service as export
+from towline.cli.doctor import command as doctor
 from towline.errors import TowlineError
 
 app = typer.Typer(
     name="towline",
-    help="Any agent harness, unchanged, as a reinforcement-learning environment with token-exact trajectories.",
+    help="Any agent harness, unchanged, as an RL environment with exact tokens.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 app.command()(run.run)
-app.command("eval")(evaluate.evaluate)
+app.command("eval")(eval.evaluate)
 app.command()(generate.generate)
 app.command()(train.train)
 app.command()(trace.trace)
@@ -46,12 +47,12 @@ app.add_typer(serve.app, name="serve")
 app.add_typer(store.app, name="store")
 for command in (service.submit, service.status, service.sessions, service.log, service.tail, service.cancel):
     app.command()(command)
-app.command()(service.export)
+app.command()(export.export)
 app.command()(gateway.gateway)
-app.add_typer(proofs.audit_app, name="audit")
-app.add_typer(proofs.bench_app, name="bench")
-app.command()(proofs.demo)
-app.command()(proofs.tiny)
+app.add_typer(audit.app, name="audit")
+app.add_typer(bench.app, name="bench")
+app.command()(demo.demo)
+app.command()(demo.tiny)
 
 
 def main() -> None:
@@ -59,10 +60,12 @@ def main() -> None:
     try:
         app()
     except BrokenPipeError:
-        # Whoever read our output has gone.
+        # The reader of our output has closed the pipe.
         sys.stderr.close()
         sys.exit(1)
     except (TowlineError, OSError) as error:
-        said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
-        Console(stderr=True).print(f"[bold red]towline:[/] {common.plain(said)}", highlight=False)
+        if isinstance(error, OSError) and error.filename:
+            terminal.print_error(f"{error.strerror}: {error.filename}")
+        else:
+            terminal.print_error(str(error))
         sys.exit(1)

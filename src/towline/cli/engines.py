@@ -1,7 +1,7 @@
-"""From settings to an engine with its codec, for every kind of engine, and to a gateway over them.
+"""Build the engine, its codec and the gateway that the settings ask for.
 
-Engines in this process read the model themselves; those behind `--upstream` are asked over HTTP and need the model folder
-for its tokenizer and template. Several URLs are replicas of one model.
+Engines in this process load the model themselves. Servers behind `--upstream` are reached over HTTP; for them the model
+folder provides the tokenizer and the chat template, and several URLs are replicas of one model.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from towline.cli import common
+from towline.cli import terminal
 from towline.config import EngineKind, EngineSettings, ModelSettings, Settings
 from towline.errors import ConfigError
 
 if TYPE_CHECKING:
     from towline.engines.base import Engine
     from towline.gateway.gateway import Gateway
-    from towline.tokens.codec import Codec
-    from towline.tokens.template import SentinelCodec
+    from towline.tokens.codec import ModelCodec
+    from towline.tokens.templates.sentinel import SentinelCodec
 
 REMOTE = ("vllm", "sglang", "openai")
 TRAINABLE = ("embedded", "vllm", "sglang")
@@ -33,41 +33,43 @@ _GGUF = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ServedModel:
+    """An engine and what a gateway needs to know of its model."""
+
     engine: Engine
-    codec: Codec
+    codec: ModelCodec
     name: str
-    """Of the model."""
+    """The name under which the gateway lists the model."""
     folder: Path | None
-    """Where its tokenizer and template are."""
+    """Where the tokenizer and the chat template are; `None` if the server renders prompts itself."""
 
 
-def given(
+def engine_overrides(
     engine: str | None = None, upstream: Sequence[str] | None = None, upstream_model: str | None = None
 ) -> dict[str, Any]:
-    """The `engine` section that the options of a command make."""
+    """The `engine` section that the options of a command override."""
     kinds = get_args(EngineKind)
     if engine is not None and engine not in kinds:
-        raise ConfigError(f"--engine {engine}: there are {', '.join(kinds)}")
-    # An engine in this process is not at the addresses that a settings file has for another.
-    own = engine is not None and engine not in REMOTE and not upstream
-    return {"kind": engine, "urls": () if own else tuple(upstream or ()) or None, "model": upstream_model}
+        raise ConfigError(f"unknown --engine {engine}; choose one of {', '.join(kinds)}")
+    # URLs in the settings file belong to the engine named there, not to an in-process one chosen on the command line.
+    local = engine is not None and engine not in REMOTE and not upstream
+    return {"kind": engine, "urls": () if local else tuple(upstream or ()) or None, "model": upstream_model}
 
 
-def make_gateway(settings: Settings, console: Console, script: Path | None = None) -> tuple[Gateway, Codec]:
-    """`script` is `--script`: a file of the operator's, which no setting can name."""
+def make_gateway(settings: Settings, console: Console, script: Path | None = None) -> tuple[Gateway, ModelCodec]:
+    """A gateway over the engines of the settings. `script` is the operator's `--script` file, which no setting can name."""
     from towline.gateway.gateway import Gateway
-    from towline.gateway.lanes import Lane
+    from towline.gateway.model_routes import ModelRoute
 
-    policy = make(settings.engine, settings.model, console, script)
+    policy = make_engine(settings.engine, settings.model, console, script)
     others = {}
     for name, further in settings.engines.items():
         try:
-            made = make(further.engine, further.model, console)
+            made = make_engine(further.engine, further.model, console)
         except ConfigError as error:
             raise ConfigError(f"engines.{name}: {error}") from error
         stall_seconds = further.engine.stall_seconds
-        others[name] = Lane(made.engine, made.codec, name, made.name, stall_seconds=stall_seconds)
+        others[name] = ModelRoute(made.engine, made.codec, name, made.name, stall_seconds=stall_seconds)
     gateway = Gateway(
         policy.engine,
         policy.codec,
@@ -84,7 +86,9 @@ def make_gateway(settings: Settings, console: Console, script: Path | None = Non
     return gateway, policy.codec
 
 
-def make(chosen: EngineSettings, model: ModelSettings, console: Console, script: Path | None = None) -> Made:
+def make_engine(
+    chosen: EngineSettings, model: ModelSettings, console: Console, script: Path | None = None
+) -> ServedModel:
     _check(chosen, model)
     if script is not None:
         if chosen.kind != "scripted":
@@ -94,7 +98,7 @@ def make(chosen: EngineSettings, model: ModelSettings, console: Console, script:
 
 
 def script_recipe(gateway: Gateway) -> dict[str, str]:
-    """What a run's recipe says of its script: another one makes other samples."""
+    """The part of a run's recipe that identifies its script: samples of another script are not resumed."""
     from towline.engines.script_file import ScriptFile
     from towline.engines.scripted import ScriptedEngine
 
@@ -103,32 +107,30 @@ def script_recipe(gateway: Gateway) -> dict[str, str]:
 
 
 def _check(chosen: EngineSettings, model: ModelSettings) -> None:
-    """Refuse what does not go together, before anything is loaded."""
+    """Reject combinations that cannot work, before anything is loaded."""
     kind, place = chosen.kind, model.folder
     if kind not in REMOTE and chosen.urls:
         raise ConfigError(
-            f"--engine {kind} runs in this process and takes no --upstream; say what is behind it: {', '.join(REMOTE)}"
+            f"--engine {kind} runs in this process and takes no --upstream; for a server use {', '.join(REMOTE)}"
         )
     if kind in REMOTE and not chosen.urls:
-        raise ConfigError(f"--engine {kind} needs --upstream URL, where its server is")
+        raise ConfigError(f"--engine {kind} needs the URL of its server: --upstream URL")
     for url in chosen.urls:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ConfigError(f"--upstream {url} is no http:// or https:// address")
+            raise ConfigError(f"--upstream {url} is not an http:// or https:// URL")
     if len(set(chosen.urls)) != len(chosen.urls):
-        raise ConfigError("an --upstream is named twice")
+        raise ConfigError("an --upstream is given twice; give each URL once")
     if kind == "smollm2" and place is not None:
-        raise ConfigError(
-            "--engine smollm2 brings its own model; for another file: --engine llamacpp --model FILE.gguf"
-        )
+        raise ConfigError("--engine smollm2 has its own model; for another one use --engine llamacpp --model FILE.gguf")
     if kind == "llamacpp" and place is None:
         raise ConfigError("--engine llamacpp needs --model FILE.gguf")
     if kind not in ("llamacpp", "smollm2") and place is not None and place.suffix == _GGUF:
-        raise ConfigError(f"{place} is a GGUF file, and needs --engine llamacpp")
+        raise ConfigError(f"{place} is a GGUF file; it needs --engine llamacpp")
     if kind in ("vllm", "sglang") and place is None:
-        raise ConfigError(f"--engine {kind} needs --model FOLDER, the model's tokenizer and chat template")
+        raise ConfigError(f"--engine {kind} needs --model FOLDER for the tokenizer and the chat template")
 
 
-def _embedded(chosen: EngineSettings, model: ModelSettings, console: Console) -> Made:
+def _embedded(chosen: EngineSettings, model: ModelSettings, console: Console) -> ServedModel:
     folder = model_folder(model, console)
     codec = make_codec(model, folder, console)
     try:
@@ -143,31 +145,33 @@ def _embedded(chosen: EngineSettings, model: ModelSettings, console: Console) ->
         seed=chosen.seed,
         **_context(chosen),
     )
-    return Made(engine, codec, model.name or folder.name, folder)
+    return ServedModel(engine, codec, model.name or folder.name, folder)
 
 
-def _scripted(chosen: EngineSettings, model: ModelSettings, console: Console, script: Path | None = None) -> Made:
+def _scripted(
+    chosen: EngineSettings, model: ModelSettings, console: Console, script: Path | None = None
+) -> ServedModel:
     from towline.engines.script_file import ScriptFile
     from towline.engines.scripted import ScriptedEngine
 
     file = ScriptFile(script) if script is not None else None
     folder = model_folder(model, console)
     codec = make_codec(model, folder, console)
-    return Made(ScriptedEngine(codec, file=file, **_context(chosen)), codec, model.name or folder.name, folder)
+    return ServedModel(ScriptedEngine(codec, file=file, **_context(chosen)), codec, model.name or folder.name, folder)
 
 
-def _smollm2(chosen: EngineSettings, model: ModelSettings, console: Console) -> Made:
-    from towline.engines.llamacpp import smollm2
+def _smollm2(chosen: EngineSettings, model: ModelSettings, console: Console) -> ServedModel:
+    from towline.engines.llamacpp import find_smollm2
 
-    return _llamacpp(chosen, model.model_copy(update={"folder": smollm2.find()}), console)
+    return _llamacpp(chosen, model.model_copy(update={"folder": find_smollm2()}), console)
 
 
-def _llamacpp(chosen: EngineSettings, model: ModelSettings, console: Console) -> Made:
-    from towline.engines.llamacpp import Gguf, LlamaCppEngine
+def _llamacpp(chosen: EngineSettings, model: ModelSettings, console: Console) -> ServedModel:
+    from towline.engines.llamacpp import GgufFile, LlamaCppEngine
     from towline.engines.llamacpp import model_folder as folder_of
 
     assert model.folder is not None
-    gguf = Gguf.find(model.folder)
+    gguf = GgufFile.find(model.folder)
     folder = folder_of(gguf)
     codec = make_codec(model, folder, console)
     engine = LlamaCppEngine(
@@ -178,19 +182,19 @@ def _llamacpp(chosen: EngineSettings, model: ModelSettings, console: Console) ->
         seed=chosen.seed,
         **_context(chosen),
     )
-    return Made(engine, codec, model.name or gguf.name, folder)
+    return ServedModel(engine, codec, model.name or gguf.name, folder)
 
 
-def _served(chosen: EngineSettings, model: ModelSettings, console: Console) -> Made:
-    """vLLM or SGLang: a pool of servers. A pool of one keeps its load in bounds and waits for it when it is away."""
-    from towline.engines.pool import Pool
+def _served(chosen: EngineSettings, model: ModelSettings, console: Console) -> ServedModel:
+    """vLLM or SGLang: a pool of replicas. A pool of one still limits the load and waits for an unreachable server."""
+    from towline.engines.pool import EnginePool
 
     folder = model_folder(model, console)
     codec = make_codec(model, folder, console)
     key = os.environ.get(chosen.key_variable, "")
     name = model.name or chosen.model or folder.name
-    pool = Pool({urlsplit(url).netloc: _server(chosen, url, key) for url in chosen.urls})
-    return Made(pool, codec, name, folder)
+    pool = EnginePool({urlsplit(url).netloc: _server(chosen, url, key) for url in chosen.urls})
+    return ServedModel(pool, codec, name, folder)
 
 
 def _server(chosen: EngineSettings, url: str, key: str) -> Engine:
@@ -203,9 +207,9 @@ def _server(chosen: EngineSettings, url: str, key: str) -> Engine:
     return VllmEngine(url, model=chosen.model, api_key=key)
 
 
-def _openai(chosen: EngineSettings, model: ModelSettings, console: Console) -> Made:
+def _openai(chosen: EngineSettings, model: ModelSettings, console: Console) -> ServedModel:
     from towline.engines.openai import ChatServerEngine
-    from towline.tokens.elsewhere import ElsewhereCodec
+    from towline.tokens.server_rendered import ServerRenderedCodec
     from towline.tokens.tokenizer import Tokenizer
 
     if len(chosen.urls) != 1 or not chosen.model:
@@ -213,7 +217,9 @@ def _openai(chosen: EngineSettings, model: ModelSettings, console: Console) -> M
     tokenizer = Tokenizer.load(model.folder) if model.folder is not None else None
     key = os.environ.get(chosen.key_variable, "")
     engine = ChatServerEngine(chosen.urls[0], chosen.model, api_key=key, tokenizer=tokenizer)
-    return Made(engine, ElsewhereCodec(tokenizer or Tokenizer.unknown()), model.name or chosen.model, model.folder)
+    return ServedModel(
+        engine, ServerRenderedCodec(tokenizer or Tokenizer.unknown()), model.name or chosen.model, model.folder
+    )
 
 
 def _context(chosen: EngineSettings) -> dict[str, Any]:
@@ -221,18 +227,26 @@ def _context(chosen: EngineSettings) -> dict[str, Any]:
 
 
 def model_folder(model: ModelSettings, console: Console) -> Path:
-    """The model to serve; without one, the tiny model, made on first use."""
+    """The model to serve; by default the tiny model, created on first use."""
     if model.folder is not None:
         if not model.folder.is_dir():
-            raise ConfigError(f"model folder {model.folder} does not exist")
+            raise ConfigError(f"model folder {model.folder} does not exist; check --model or model.folder")
         return model.folder
-    return common.tiny(console)
+    return tiny_model(console)
+
+
+def tiny_model(console: Console, folder: Path | None = None) -> Path:
+    """The folder of the tiny model, created if it does not exist."""
+    from towline.demo import tiny_model as tiny
+
+    with terminal.progress_reporter(console, "tiny model") as report:
+        return tiny.create(folder or tiny.default_folder(), progress=report)
 
 
 def make_codec(model: ModelSettings, folder: Path, console: Console) -> SentinelCodec:
     from towline.tokens.codec import SpecialText
     from towline.tokens.loading import load_codec
-    from towline.tokens.selfcheck import CALLS_AS_TEXT
+    from towline.tokens.templates.self_check import CALLS_AS_TEXT_WARNING
 
     with console.status("loading the tokenizer and checking the template"):
         codec = load_codec(
@@ -242,12 +256,12 @@ def make_codec(model: ModelSettings, folder: Path, console: Console) -> Sentinel
             format=model.format,
             special_text=SpecialText(model.special_text),
         )
-    for problem in (*codec.check.problems, *([CALLS_AS_TEXT] if codec.calls_as_text else [])):
-        console.print(f"[yellow]template:[/] {common.plain(problem)}", highlight=False)
+    for problem in (*codec.check.problems, *([CALLS_AS_TEXT_WARNING] if codec.calls_as_text else [])):
+        console.print(f"[yellow]template:[/] {terminal.escape_markup(problem)}", highlight=False)
     return codec
 
 
-_MAKERS: dict[str, Callable[[EngineSettings, ModelSettings, Console], Made]] = {
+_MAKERS: dict[str, Callable[[EngineSettings, ModelSettings, Console], ServedModel]] = {
     "embedded": _embedded,
     "scripted": _scripted,
     "llamacpp": _llamacpp,

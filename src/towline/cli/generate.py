@@ -1,4 +1,4 @@
-"""`towline generate`: sessions that are good enough, as a dataset."""
+"""`towline generate`: run tasks and write the accepted sessions as a dataset."""
 
 from __future__ import annotations
 
@@ -10,100 +10,76 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towline.cli import common, engines, work
-from towline.cli.loading import load_tasks, make_ready
-from towline.datasets import card
-from towline.datasets.accept import Accept
-from towline.datasets.duplicates import Duplicates
-from towline.datasets.writing import Format, write
+from towline.cli import live, options, terminal
+from towline.cli.tasks import load_tasks
+from towline.runs.accept import Accept
+from towline.runs.dataset import DatasetFormat, DuplicateRule, card_fields, write_card, write_dataset
 
 
 def generate(
-    tasks: work.Tasks,
-    harness: Annotated[
-        str,
-        typer.Option(help="The agent program of tasks that name none; see `towline harness list`."),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of the dataset; one that was begun is gone on with.")],
-    samples: work.Samples = 1,
+    tasks: options.Tasks,
+    harness: options.RequiredHarness,
+    out: Annotated[Path, typer.Option(help="Dataset folder. Resumes if it already exists.")],
+    samples: options.Samples = 1,
     accept: Annotated[
-        str, typer.Option(help="Which sessions are kept, over reward, turns, end_reason, components.x and more.")
+        str, typer.Option(help="Sessions to keep, by reward, turns, end_reason, components.x and more.")
     ] = "reward >= 1",
     formats: Annotated[
-        list[Format] | None, typer.Option("--format", help="What is written. Repeatable; default all.")
+        list[DatasetFormat] | None, typer.Option("--format", help="Format to write. Repeatable. Default: all.")
     ] = None,
     duplicates: Annotated[
-        Duplicates,
-        typer.Option(help="A session is a duplicate if the same tokens were sampled, if all is the same, or never."),
-    ] = Duplicates.TRAINED,
-    max_failed: common.MaxFailed = 0.0,
-    option: work.Option = None,
-    sandbox: work.Sandbox = None,
-    concurrency: work.Concurrency = None,
-    seconds: work.Seconds = None,
-    model: common.ModelFolder = None,
-    engine: common.EngineName = None,
-    upstream: common.Upstream = None,
-    upstream_model: common.UpstreamModel = None,
-    script: common.Script = None,
-    policy: work.Policy = None,
-    temperature: common.Temperature = None,
-    max_tokens: common.MaxTokens = None,
-    config: common.Config = None,
-    as_json: common.Json = False,
+        DuplicateRule,
+        typer.Option(help="Drop sessions with equal sampled tokens, equal in all tokens, or none."),
+    ] = DuplicateRule.TRAINED,
+    max_failed: options.MaxFailed = 0.0,
+    option: options.HarnessOptions = None,
+    sandbox: options.Sandbox = None,
+    concurrency: options.Concurrency = None,
+    seconds: options.Seconds = None,
+    model: options.ModelFolder = None,
+    engine: options.EngineName = None,
+    upstream: options.Upstream = None,
+    upstream_model: options.UpstreamModel = None,
+    script: options.Script = None,
+    policy: options.Policy = None,
+    temperature: options.Temperature = None,
+    max_tokens: options.MaxTokens = None,
+    config: options.Config = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Run tasks, keep the sessions that are good enough, and write them as a dataset.
+    """Run tasks and write the accepted sessions as a dataset.
 
-    Interrupted, or killed, the same command goes on where it was: samples that finished are not run again. Another
-    `--accept`, `--format` or `--duplicates` over a finished folder writes the dataset anew without running anything.
+    Run the same command again to resume after an interruption or a crash: finished samples are not run again. With a
+    finished folder, another `--accept`, `--format` or `--duplicates` rewrites the dataset without running anything.
     """
-    from towline import resuming
-    from towline.ledger import Ledger, failures_of
+    from towline.runs.ledger import tally_failures
 
-    console, out = common.console(as_json), out.absolute()
+    console, out = terminal.console(as_json), out.absolute()
     rule = Accept.parse(accept)
     loaded = load_tasks(tasks, harness, samples, option or [], console)
-    settings = work.settings_of(
-        config,
-        out,
-        model=model,
-        engine=engine,
-        upstream=upstream,
-        upstream_model=upstream_model,
-        policy=policy,
-        temperature=temperature,
-        max_tokens=max_tokens,
-        sandbox=sandbox,
-        concurrency=concurrency,
-        seconds=seconds,
-    )
-    make_ready(loaded, settings, console)
-    common.log(console)
-    gateway, codec = engines.make_gateway(settings, console, script)
-    recipe = resuming.recipe_of(settings, gateway.model, codec.name) | engines.script_recipe(gateway)
-    with Ledger(out, recipe) as ledger:
-        common.run(work.fill(gateway, settings, [loaded], ledger, console, live=not as_json))
-        chosen = formats or list(Format)
-        with common.reporting(console, "writing") as report:
-            written = write(ledger, loaded, rule, formats=chosen, duplicates=duplicates, told=report)
+    settings = options.local_settings(locals(), out, journal="none")
+    chosen = formats or list(DatasetFormat)
+    with live.completed_ledger([loaded], settings, out, console, script, live=not as_json) as (ledger, recipe):
+        with terminal.progress_reporter(console, "writing") as report:
+            stats = write_dataset(ledger, loaded, rule, formats=chosen, duplicates=duplicates, on_progress=report)
         used = {**recipe, "harness": harness, "accept": rule.text, "duplicates": duplicates.value, "tasks": tasks}
-        failures = failures_of(ledger.of(loaded))
-        told = card.figures(written, attempts=ledger.attempts(), hours=ledger.hours(), recipe=used)
-    told["failures"] = failures.as_json()
-    card.write(out, told, chosen)
+        failures = tally_failures(ledger.of(loaded))
+        card = card_fields(stats, attempts=ledger.attempts(), hours=ledger.hours(), recipe=used)
+    card["failures"] = failures.as_json()
+    write_card(out, card, chosen)
     if as_json:
-        print(json.dumps({"out": str(out), **told}))
+        print(json.dumps({"out": str(out), **card}))
     else:
-        _show(told, out, console)
-    common.exit_on_failures(failures, max_failed)
+        _show(card, out, console)
+    terminal.exit_on_failures(failures, max_failed)
 
 
-def _show(told: dict[str, Any], out: Path, console: Console) -> None:
+def _show(card: dict[str, Any], out: Path, console: Console) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column("")
     table.add_column("", justify="right")
     for name in ("samples", "accepted", "rejected", "duplicates", "unusable", "failed", "rows", "trained_tokens"):
-        table.add_row(name.replace("_", " "), f"{told[name]:,}")
-    table.add_row("hours", f"{told['hours']:.2f}")
+        table.add_row(name.replace("_", " "), f"{card[name]:,}")
+    table.add_row("hours", f"{card['hours']:.2f}")
     console.print(table)
-    console.print(f"Written to {out}; its card is {out}/README.md", highlight=False)
+    console.print(f"Written to {out}; the dataset card is {out}/README.md", highlight=False)

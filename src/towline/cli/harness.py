@@ -1,4 +1,4 @@
-"""`towline harness`: the agent programs that Towline knows, their installs, and whether they are captured."""
+"""`towline harness`: list the known agent programs, install them, and check that their model calls are captured."""
 
 from __future__ import annotations
 
@@ -15,30 +15,24 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from towline.cli import common, engines
-from towline.cli.loading import options
+from towline.cli import engines, options, terminal
+from towline.cli.tasks import parse_options
 from towline.config import Settings
 from towline.errors import ConfigError
 from towline.schema import SandboxKind
 
 if TYPE_CHECKING:
     from towline.harnesses.base import Harness
-    from towline.node.harness_check import CheckResult
-    from towline.tokens.codec import Codec
+    from towline.node.harness_check import HarnessCheckResult
+    from towline.tokens.codec import ModelCodec
 
-app = typer.Typer(
-    no_args_is_help=True, help="The agent programs: list them, install them, check that they are captured."
-)
-Options = Annotated[
-    list[str] | None,
-    typer.Option("--option", help="An option of the harness, `name=value`; the value may be JSON. Repeatable."),
-]
-Names = Annotated[list[str], typer.Argument(help="Which; a name of `towline harness list`, or `module:NAME`.")]
+app = typer.Typer(no_args_is_help=True, help="List, install and check harnesses (the agent programs).")
+Names = Annotated[list[str], typer.Argument(help="Names of `towline harness list`, or `module:NAME`.")]
 
 
 @app.command("list")
-def list_harnesses(as_json: common.Json = False) -> None:
-    """Every harness with its version, its dialects, and whether it is installed."""
+def list_harnesses(as_json: options.Json = False) -> None:
+    """List every harness with its version, its dialects, and whether it is installed."""
     from towline.harnesses.install import Installs
     from towline.harnesses.registry import all_harnesses
 
@@ -58,21 +52,21 @@ def list_harnesses(as_json: common.Json = False) -> None:
         print(json.dumps(rows, default=str))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("name", "version", "dialects", "installed", "what it is"):
+    for name in ("name", "version", "dialects", "installed", "description"):
         table.add_column(name)
     for harness in all_harnesses().values():
         installed = ("yes" if installs.ready(harness) else "no") if harness.install else ""
         table.add_row(harness.name, harness.version, " ".join(harness.dialects), installed, harness.summary)
-    common.console(False).print(table)
+    terminal.console(False).print(table)
 
 
 @app.command()
-def install(names: Names, option: Options = None, as_json: common.Json = False) -> None:
-    """Install harnesses, pinned and with their own interpreter, once for all sessions. `all` installs every one."""
+def install(names: Names, option: options.HarnessOptions = None, as_json: options.Json = False) -> None:
+    """Install pinned harnesses, each with its own interpreter ("all": every one)."""
     from towline.harnesses.install import Installs
     from towline.harnesses.registry import all_harnesses, find_harness
 
-    console = common.console(as_json)
+    console = terminal.console(as_json)
     installs = Installs()
     chosen = (
         [h for h in all_harnesses().values() if h.install]
@@ -80,13 +74,13 @@ def install(names: Names, option: Options = None, as_json: common.Json = False) 
         else [find_harness(name) for name in names]
     )
     done = {}
-    for harness in (each.configured(options(option or [], each.name)) for each in chosen):
+    for harness in (each.configured(parse_options(option or [], each.name)) for each in chosen):
         if harness.install is None:
             console.print(f"{harness.name} needs no install")
             continue
         with console.status(f"installing {harness.name} {harness.version}") as status:
-            say = partial(_say, status, harness.name)
-            folder = common.run(installs.ensure(harness, say))
+            on_progress = partial(_update_status, status, harness.name)
+            folder = terminal.run_async(installs.ensure(harness, on_progress))
         done[harness.name] = str(folder)
         if not as_json:
             console.print(f"[green]{harness.name}[/] {harness.version} in {folder}", highlight=False)
@@ -94,40 +88,35 @@ def install(names: Names, option: Options = None, as_json: common.Json = False) 
         print(json.dumps(done))
 
 
-def _say(status: Status, name: str, line: str) -> None:
-    status.update(f"{name}: {common.plain(line)}")
+def _update_status(status: Status, name: str, line: str) -> None:
+    status.update(f"{name}: {terminal.escape_markup(line)}")
 
 
 @app.command()
 def check(
     names: Names,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="An option of the harness, `name=value`; the value may be JSON. Repeatable."),
-    ] = None,
-    sandbox: Annotated[SandboxKind, typer.Option(help="Where it runs.")] = SandboxKind.BUBBLEWRAP,
-    root: Annotated[
-        str, typer.Option(help="A root file system to run in. Default: an allow-list of the host's own.")
-    ] = "",
-    model: common.ModelFolder = None,
-    seconds: Annotated[float, typer.Option(help="Longest run.")] = 300.0,
-    as_json: common.Json = False,
+    option: options.HarnessOptions = None,
+    sandbox: Annotated[SandboxKind, typer.Option(help="Sandbox to run it in.")] = SandboxKind.BUBBLEWRAP,
+    root: Annotated[str, typer.Option(help="Root file system to run in. Default: an allow-list of the host's.")] = "",
+    model: options.ModelFolder = None,
+    seconds: Annotated[float, typer.Option(help="Timeout of each run, in seconds.")] = 300.0,
+    as_json: options.Json = False,
 ) -> None:
-    """Run harnesses once against a scripted model and say whether every model call was captured.
+    """Run harnesses against a scripted model; check that every model call is captured.
 
-    Exit status 1 if one was not, or if a harness made none.
+    Exits with status 1 if a call was not captured, or if a harness made none.
     """
     from towline.harnesses.registry import find_harness
 
-    console = common.console(as_json)
+    console = terminal.console(as_json)
     codec = engines.make_codec(Settings.load(None, model={"folder": model}).model, _tokenizer(model, console), console)
     results = []
     for name in names:
-        given = options(option or [], name)
+        given = parse_options(option or [], name)
         with console.status(f"checking {name}") as status:
-            say = partial(_say, status, name)
-            work = _check(find_harness(name), codec, sandbox, given, root, seconds, say)
-            results.append(common.run(work))
+            on_progress = partial(_update_status, status, name)
+            work = _check(find_harness(name), codec, sandbox, given, root, seconds, on_progress)
+            results.append(terminal.run_async(work))
         if not as_json:
             _show(results[-1], console)
     if as_json:
@@ -136,7 +125,7 @@ def check(
 
 
 def _tokenizer(model: Path | None, console: Console) -> Path:
-    """The folder given; else a real tokenizer, if it was fetched; else the tiny model's."""
+    """The given folder, or a real tokenizer if it was fetched, or that of the tiny model."""
     from towline import assets
 
     if model is not None:
@@ -144,20 +133,20 @@ def _tokenizer(model: Path | None, console: Console) -> Path:
     try:
         return assets.folder() / "tokenizers" / "qwen3"
     except ConfigError:
-        return common.tiny(console)
+        return engines.tiny_model(console)
 
 
 async def _check(
     harness: Harness,
-    codec: Codec,
+    codec: ModelCodec,
     sandbox: SandboxKind,
-    options: dict[str, Any],
+    harness_options: dict[str, Any],
     root: str,
     seconds: float,
-    say: Callable[[str], None],
-) -> CheckResult:
+    on_progress: Callable[[str], None],
+) -> HarnessCheckResult:
     from towline.harnesses.install import Installs
-    from towline.node.harness_check import check as check_harness
+    from towline.node.harness_check import check_harness as check_harness
     from towline.sandboxes.registry import make_runtime
 
     with tempfile.TemporaryDirectory(prefix="towline-check-") as data:
@@ -170,16 +159,16 @@ async def _check(
                 runtime=runtime,
                 codec=codec,
                 data=Path(data) / "gateway",
-                options=options,
+                options=harness_options,
                 root=root,
                 seconds=seconds,
-                progress=say,
+                progress=on_progress,
             )
         finally:
             await runtime.close()
 
 
-def _show(result: CheckResult, console: Console) -> None:
+def _show(result: HarnessCheckResult, console: Console) -> None:
     verdict = "[green]captured[/]" if result.ok else "[red]not captured[/]"
     forks = ", ".join(f"{reason} {count}" for reason, count in result.forks.items())
     console.print(
@@ -189,4 +178,4 @@ def _show(result: CheckResult, console: Console) -> None:
         highlight=False,
     )
     for problem in result.problems:
-        console.print(f"  {common.plain(problem)}", highlight=False)
+        console.print(f"  {terminal.escape_markup(problem)}", highlight=False)

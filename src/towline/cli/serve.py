@@ -1,4 +1,4 @@
-"""`towline serve`: rollouts as a service, in one process. `towline serve keys`: who may call it."""
+"""`towline serve`: the rollout service in one process. `towline serve keys`: its API keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,117 +17,122 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from towline.cli import common, engines
+from towline.cli import engines, options, terminal
 from towline.config import Settings
-from towline.schema import ContextPolicy, Role, SandboxKind
+from towline.schema import Role
 
 if TYPE_CHECKING:
     from towline.gateway.gateway import Gateway
+    from towline.server.api.auth import KeyStore
 
-app = typer.Typer(invoke_without_command=True, help="Serve rollouts: submit tasks over HTTP, lease their trajectories.")
-keys_app = typer.Typer(no_args_is_help=True, help="Keys of the service. Changes reach a running server at once.")
+app = typer.Typer(invoke_without_command=True, help="Serve rollouts over HTTP, or manage the keys of the service.")
+keys_app = typer.Typer(no_args_is_help=True, help="Manage the API keys of a service, running or not.")
 app.add_typer(keys_app, name="keys")
 
-Data = Annotated[Path | None, typer.Option(help="Folder of the store and the trajectories. Default ./towline-data.")]
+Data = Annotated[Path | None, typer.Option(help="Data folder (database, trajectories). Default: ./towline-data.")]
 
 
 @app.callback()
 def serve(
     context: typer.Context,
-    host: Annotated[str | None, typer.Option(help="Address. Anything but loopback needs a key first.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Default 8600.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Bind address; a non-loopback address needs an API key. Default: 127.0.0.1.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 picks a free one. Default: 8600.")] = None,
     data: Data = None,
-    model: common.ModelFolder = None,
-    engine: common.EngineName = None,
-    upstream: common.Upstream = None,
-    upstream_model: common.UpstreamModel = None,
-    script: common.Script = None,
-    sandbox: Annotated[SandboxKind | None, typer.Option(help="Where tasks run that do not say.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Sessions that run at the same time.", min=1)] = None,
-    policy: Annotated[ContextPolicy | None, typer.Option(help="Context policy of the sessions.")] = None,
-    temperature: common.Temperature = None,
-    max_tokens: common.MaxTokens = None,
-    log_format: common.LogFormatName = None,
-    config: common.Config = None,
-    as_json: common.Json = False,
+    model: options.ModelFolder = None,
+    engine: options.EngineName = None,
+    upstream: options.Upstream = None,
+    upstream_model: options.UpstreamModel = None,
+    script: options.Script = None,
+    sandbox: options.Sandbox = None,
+    concurrency: options.Concurrency = None,
+    policy: options.Policy = None,
+    temperature: options.Temperature = None,
+    max_tokens: options.MaxTokens = None,
+    log_format: options.LogFormatName = None,
+    config: options.Config = None,
+    as_json: options.Json = False,
 ) -> None:
     """Serve rollouts: API, scheduler, node and gateway in one process.
 
-    With no option it serves the tiny model on the embedded engine. A store on PostgreSQL is named by
-    `TOWLINE_SERVER__DATABASE`. Stop it with Ctrl-C: sessions under way end, or are kept and run again at the next start.
-    A second Ctrl-C leaves at once, and loses nothing either.
+    Without options it serves the tiny model on the embedded engine. Set `TOWLINE_SERVER__DATABASE` to store in
+    PostgreSQL. Ctrl-C stops it: running sessions end, or run again at the next start. A second Ctrl-C exits at once;
+    nothing that was acknowledged is lost.
     """
     if context.invoked_subcommand is not None:
         return
-    console = common.console(as_json)
+    console = terminal.console(as_json)
     settings = _settings(
         config,
         server={"host": host, "port": port, "data": data},
         model={"folder": model},
-        engine=engines.given(engine, upstream, upstream_model),
-        session=common.session(policy, temperature, max_tokens),
+        engine=engines.engine_overrides(engine, upstream, upstream_model),
+        session=options.session_overrides(policy, temperature, max_tokens),
         node={"sandbox": sandbox, "run_workers": concurrency},
         log={"format": log_format},
     )
-    common.log(console, settings.log.format)
-    # The engine computes in a thread of its own beside a busy loop: it is not to wait long for its turn.
+    terminal.configure_logging(console, settings.log.format)
+    # The engine computes in its own thread next to a busy event loop; a short interval keeps it from waiting for the GIL.
     sys.setswitchinterval(0.0005)
     gateway, _ = engines.make_gateway(settings, console, script)
-    common.run(_serve(gateway, settings, console, as_json))
+    terminal.run_async(_serve(gateway, settings, console, as_json))
 
 
 def _settings(config: Path | None, **overrides: dict[str, Any]) -> Settings:
-    """Harnesses reach the gateway inside this process, so it takes free ports; everything is in one data folder."""
+    """Settings with the gateway on free ports, as only local sandboxes reach it, and everything in one data folder."""
     settings = Settings.load(config, **overrides)
     gateway = settings.gateway.model_copy(update={"port": 0, "control_port": 0, "data": settings.server.data})
     return settings.model_copy(update={"gateway": gateway})
 
 
 async def _serve(gateway: Gateway, settings: Settings, console: Console, as_json: bool) -> None:
-    from towline import rollout
-    from towline.engines.pool import Pool
-    from towline.gateway.heap import serving_for_long
-    from towline.server.local import NodeRunner
-    from towline.server.serving import serving
+    from towline.cluster.local import NodeRunner
+    from towline.common.gc_tuning import gc_tuning
+    from towline.engines.pool import EnginePool
+    from towline.runs import run as rollout
+    from towline.server.api.app import serving
 
     stop = asyncio.Event()
 
-    def asked() -> None:
+    def on_signal() -> None:
         if stop.is_set():
-            # As safe as any crash: the next server finds everything, and sandboxes end with this process.
+            # As safe as a crash: the next server recovers everything, and sandboxes end with this process.
             os._exit(130)
         stop.set()
 
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, asked)
+        loop.add_signal_handler(name, on_signal)
     async with (
-        rollout.node_on(gateway, settings, settings.server.data) as node,
+        rollout.local_node(gateway, settings, settings.server.data, stores_trajectories=False) as node,
         serving(settings.server, NodeRunner(node)) as running,
     ):
-        if isinstance(gateway.engine, Pool):
+        if isinstance(gateway.engine, EnginePool):
             running.service.metrics.registry.register(gateway.engine)
         keyed = await running.service.keys.exist()
         problems = running.service.problems
         if as_json:
-            told = {"url": running.url, "keys": keyed, "data": str(settings.server.data), "problems": problems}
-            print(json.dumps(told), flush=True)
+            fields = {"url": running.url, "keys": keyed, "data": str(settings.server.data), "problems": problems}
+            print(json.dumps(fields), flush=True)
         else:
             info = gateway.engine.info
             console.print(f"[bold]Towline[/] · {gateway.model} · {info.name} ({info.capture})")
-            console.print(f"  service    {running.url}   (its API: {running.url}/docs)")
-            console.print(f"  keys       {'needed' if keyed else 'none: whoever reaches this machine may call'}")
+            console.print(f"  service    {running.url}   (API: {running.url}/docs)")
+            console.print(f"  keys       {'required' if keyed else 'none: unauthenticated access'}")
             for problem in problems:
-                line = Text("  missing    ").append(problem, "bold red").append("; the queue is held until it works")
+                line = (
+                    Text("  missing    ").append(problem, "bold red").append("; the queue is held until it is usable")
+                )
                 console.print(line, soft_wrap=True)
             waiting = running.service.scheduler.waiting
             if waiting:
-                console.print(f"  waiting    {waiting} sessions from before")
-        with serving_for_long():
+                console.print(f"  queued     {waiting} sessions of earlier runs")
+        with gc_tuning():
             await stop.wait()
         if not as_json:
             console.print(
-                f"stopping; sessions have {settings.server.stop_seconds:g} seconds to end (Ctrl-C again leaves at once)"
+                f"stopping; sessions have {settings.server.stop_seconds:g} seconds to end (Ctrl-C again exits at once)"
             )
 
 
@@ -135,69 +141,52 @@ async def _serve(gateway: Gateway, settings: Settings, console: Console, as_json
 
 @keys_app.command("create")
 def create_key(
-    role: Annotated[list[Role], typer.Option(help="What it may do. Repeatable.")],
-    name: Annotated[str, typer.Option(help="What it is for.")] = "",
+    role: Annotated[list[Role], typer.Option(help="Role of the key. Repeatable.")],
+    name: Annotated[str, typer.Option(help="Label of the key. Default: none.")] = "",
     data: Data = None,
-    config: common.Config = None,
-    as_json: common.Json = False,
+    config: options.Config = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Make a key and print it: it is not shown again."""
-
-    async def work() -> Any:
-        async with _Keys(config, data) as keys:
-            return await keys.create(name, role)
-
-    made = common.run(work())
+    """Create a key and print it; it is not shown again."""
+    made = _with_keys(config, data, lambda keys: keys.create(name, role))
     print(made.model_dump_json() if as_json else made.key)
 
 
 @keys_app.command("list")
-def list_keys(data: Data = None, config: common.Config = None, as_json: common.Json = False) -> None:
-    """Show the keys, without their secrets."""
-
-    async def work() -> Any:
-        async with _Keys(config, data) as keys:
-            return await keys.list()
-
-    found = common.run(work())
+def list_keys(data: Data = None, config: options.Config = None, as_json: options.Json = False) -> None:
+    """List the keys without their secrets."""
+    found = _with_keys(config, data, lambda keys: keys.list())
     if as_json:
         print(json.dumps([key.model_dump(mode="json") for key in found]))
         return
-    table = Table("id", "name", "roles", "made", box=None)
+    table = Table("id", "name", "roles", "created", box=None)
     for key in found:
-        table.add_row(key.key_id, common.plain(key.name), ", ".join(key.roles), time.ctime(key.created))
+        table.add_row(key.key_id, terminal.escape_markup(key.name), ", ".join(key.roles), time.ctime(key.created))
     Console().print(table)
 
 
 @keys_app.command("revoke")
 def revoke_key(
-    key_id: Annotated[str, typer.Argument(help="As `list` shows it.")],
+    key_id: Annotated[str, typer.Argument(help="Key id, as `list` shows it.")],
     data: Data = None,
-    config: common.Config = None,
-    as_json: common.Json = False,
+    config: options.Config = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Take a key back. A running server knows within seconds."""
-
-    async def work() -> None:
-        async with _Keys(config, data) as keys:
-            await keys.revoke(key_id, keep_one=False)
-
-    common.run(work())
+    """Revoke a key; a running server applies it within seconds."""
+    _with_keys(config, data, lambda keys: keys.revoke(key_id, keep_one=False))
     print(json.dumps({"revoked": key_id}) if as_json else f"revoked {key_id}")
 
 
-class _Keys:
-    """The keys of a store, for one command."""
+def _with_keys(config: Path | None, data: Path | None, act: Callable[[KeyStore], Awaitable[Any]]) -> Any:
+    """Call `act` with the keys of a store that is open for this command."""
+    from towline.server.api.auth import KeyStore
+    from towline.server.service import open_store
 
-    def __init__(self, config: Path | None, data: Path | None):
-        self.settings = Settings.load(config, server={"data": data}).server
+    async def work() -> Any:
+        store = await open_store(Settings.load(config, server={"data": data}).server)
+        try:
+            return await act(KeyStore(store))
+        finally:
+            await store.close()
 
-    async def __aenter__(self) -> Any:
-        from towline.server.auth import Keys
-        from towline.server.service import open_store
-
-        self.store = await open_store(self.settings)
-        return Keys(self.store)
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.store.close()
+    return terminal.run_async(work())

@@ -1,4 +1,4 @@
-"""`towline submit`, `status`, `sessions`, `log`, `tail`, `cancel` and `export`: a running service, from the command line."""
+"""`towline submit`, `status`, `sessions`, `log`, `tail`, `cancel` and `export`: work with a running service."""
 
 from __future__ import annotations
 
@@ -16,51 +16,55 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from towline.cli import common, work
-from towline.cli.loading import UNNAMED, load_tasks
+from towline.cli import options, terminal
+from towline.cli.tasks import UNNAMED, load_tasks
 from towline.client import Client
+from towline.common.text import visible
 from towline.errors import ConfigError
-from towline.schema import FailureReason, Policy, SessionState, Task, TaskState, TaskStatus
-from towline.view import visible
+from towline.schema import FailureReason, Policy, SessionState, Task, TaskState, TaskStatus, unusable_reason
 
 _PATIENCE = 10.0
-"""Seconds that a person at a terminal waits for a service that does not answer."""
+"""Seconds to wait for a service that does not answer."""
 _SHOWN = 20
-"""Tasks that the live table lists."""
+"""Most tasks in the live table."""
 
-Url = Annotated[str | None, typer.Option(envvar="TOWLINE_URL", help="Where the service is. Default 127.0.0.1:8600.")]
-Key = Annotated[str | None, typer.Option(envvar="TOWLINE_KEY", help="Its key; better by the variable than as a word.")]
-Ids = Annotated[list[str], typer.Argument(help="Task ids, as `submit` and `status` give them.", metavar="TASK_ID…")]
+Url = Annotated[str | None, typer.Option(envvar="TOWLINE_URL", help="URL of the service. Default: 127.0.0.1:8600.")]
+Key = Annotated[
+    str | None,
+    typer.Option(envvar="TOWLINE_KEY", help="API key; prefer `TOWLINE_KEY` to the command line. Default: none."),
+]
+Ids = Annotated[list[str], typer.Argument(help="Task ids, as `status` lists them.", metavar="TASK_ID…")]
 
 
 def submit(
-    tasks: work.Tasks,
-    harness: Annotated[str, typer.Option(help="For tasks that name none of their own.")] = "",
-    samples: Annotated[int | None, typer.Option(help="Sessions a task. Default: what the task says.", min=1)] = None,
-    option: work.Option = None,
-    priority: Annotated[int | None, typer.Option(help="Higher runs earlier.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Come back when all of them have ended.")] = False,
+    tasks: options.Tasks,
+    harness: options.Harness = "",
+    samples: options.OptionalSamples = None,
+    option: options.HarnessOptions = None,
+    priority: Annotated[int | None, typer.Option(help="Higher runs earlier. Default: what the task says.")] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until all tasks have ended. Default: return at once.")
+    ] = False,
     url: Url = None,
     key: Key = None,
-    as_json: common.Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Submit tasks to a service. Submitting the same tasks again changes nothing."""
-    console = common.console(as_json)
+    """Submit tasks to a service. Submitting them again is a no-op."""
+    console = terminal.console(as_json)
     loaded = load_tasks(tasks, harness, samples, option or [], console)
     if any(task.harness == UNNAMED for task in loaded):
-        raise ConfigError("say which --harness is to run the tasks that name none (see `towline harness list`)")
+        raise ConfigError("some tasks name no harness; give --harness (see `towline harness list`)")
     if priority is not None:
         loaded = [Task.model_validate(task.__dict__ | {"priority": priority}) for task in loaded]
     with Client(url, key, patience=_PATIENCE) as client:
         accepted = client.submit(loaded)
         ended = [client.wait(one.task_id) for one in accepted] if wait else []
     if as_json:
-        told = ended or accepted
-        print(json.dumps([one.model_dump(mode="json") for one in told]))
+        print(json.dumps([one.model_dump(mode="json") for one in ended or accepted]))
         return
     new = sum(one.created for one in accepted)
     sessions = sum(one.sessions for one in accepted if one.created)
-    console.print(f"{new} tasks submitted, {sessions} sessions; {len(accepted) - new} were there already")
+    console.print(f"{new} tasks submitted, {sessions} sessions; {len(accepted) - new} already existed")
     for status in ended:
         console.print(
             f"  {status.task_id}  {status.state}  {status.usable} of {status.num_samples} usable", markup=False
@@ -69,15 +73,18 @@ def submit(
 
 def status(
     ids: Annotated[
-        list[str] | None, typer.Argument(help="Tasks to show with their sessions.", metavar="TASK_ID…")
+        list[str] | None,
+        typer.Argument(help="Tasks to show with their sessions. Default: an overview.", metavar="TASK_ID…"),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print it once instead of following it.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once instead of refreshing. Default: refresh on a terminal.")
+    ] = False,
     url: Url = None,
     key: Key = None,
-    as_json: common.Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Show what a service is doing, live; or the sessions of tasks."""
-    console = common.console(as_json)
+    """Show what a service is doing, live, or the sessions of tasks."""
+    console = terminal.console(as_json)
     with Client(url, key, patience=_PATIENCE) as client:
         if ids:
             _tasks(client, ids, console, as_json)
@@ -94,28 +101,32 @@ def status(
                     began = time.monotonic()
                     shown = _table(client.health(), client.policy(), client.nodes(), client.tasks())
                     live.update(shown, refresh=True)
-                    # A service with very many tasks is not asked for all of them every second.
+                    # Polling backs off: listing very many tasks is expensive.
                     time.sleep(max(1.0, 5 * (time.monotonic() - began)))
         except KeyboardInterrupt:
             return
 
 
 def sessions(
-    state: Annotated[SessionState | None, typer.Option(help="Only sessions in this state.")] = None,
-    reason: Annotated[FailureReason | None, typer.Option(help="Only sessions that failed for this reason.")] = None,
-    task: Annotated[str | None, typer.Option(help="Only sessions of this task.", metavar="TASK_ID")] = None,
-    limit: Annotated[int, typer.Option(help="Most sessions to list, the newest tasks' first.", min=1)] = 50,
+    state: Annotated[SessionState | None, typer.Option(help="Only sessions in this state. Default: all.")] = None,
+    reason: Annotated[
+        FailureReason | None, typer.Option(help="Only sessions that failed for this reason. Default: all.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Only sessions of this task. Default: all tasks.", metavar="TASK_ID")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Most sessions to list, newest tasks first.", min=1)] = 50,
     url: Url = None,
     key: Key = None,
-    as_json: common.Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """List the sessions of a service, with why they failed. Every attempt is one."""
+    """List the sessions of a service and why they failed, one per attempt."""
     with Client(url, key, patience=_PATIENCE) as client:
         found = client.sessions(state, reason, task, limit=limit, newest=True)
     if as_json:
         print(json.dumps([one.model_dump(mode="json") for one in found]))
         return
-    console = common.console(as_json)
+    console = terminal.console(as_json)
     for one in found:
         line = Text(f"{one.session_id}  ").append(f"{one.state:9}", "red" if one.failure else "")
         line.append(f"  task {visible(one.task_id)}  attempt {one.attempt}", "dim")
@@ -127,45 +138,53 @@ def sessions(
 
 
 def log(
-    session_id: Annotated[str, typer.Argument(help="As `sessions` and `status` show it.")],
-    name: Annotated[str, typer.Option(help="Which log file.")] = "harness.log",
-    tail: Annotated[int | None, typer.Option(help="Only so many lines of its end.", min=1)] = None,
+    session_id: Annotated[str, typer.Argument(help="Session id, as `sessions` and `status` show it.")],
+    name: Annotated[str, typer.Option(help="Log file to print.")] = "harness.log",
+    tail: Annotated[
+        int | None, typer.Option(help="Print only so many last lines. Default: all that is kept.", min=1)
+    ] = None,
     url: Url = None,
     key: Key = None,
-    as_json: common.Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Print what the harness of a session printed: the end of it, at most 1 MiB."""
+    """Print the log of a session's harness: at most its last 1 MiB."""
     with Client(url, key, patience=_PATIENCE) as client:
         text = client.log(session_id, name, tail)
     if as_json:
         print(json.dumps({"session_id": session_id, "name": name, "text": text}))
     else:
-        # What an agent printed cannot move the cursor.
+        # Escaped, so that agent output cannot move the cursor.
         print("\n".join(map(visible, text.splitlines())))
 
 
-class Kind(StrEnum):
-    """Of events."""
+class EventKind(StrEnum):
+    """What an event of the service is about."""
 
     TASK = "task"
+    """A task changed its state."""
     SESSION = "session"
+    """A session changed its state."""
     RESULT = "result"
+    """A result was published."""
     POLICY = "policy"
+    """The policy version changed, or sampling was paused or resumed."""
     BREAKER = "breaker"
     """The circuit breaker of an engine or a sandbox runtime opened or closed."""
     MISSED = "missed"
-    """Some are gone: more happened since than the service keeps."""
+    """Events were skipped: the service no longer keeps them."""
 
 
 def tail(
-    after: Annotated[int | None, typer.Option(help="Begin behind this event. Default: from now on.")] = None,
-    kind: Annotated[list[Kind] | None, typer.Option(help="Only these. Repeatable.")] = None,
-    limit: Annotated[int | None, typer.Option(help="End after so many.", min=1)] = None,
+    after: Annotated[int | None, typer.Option(help="Start after this event number. Default: now.")] = None,
+    kind: Annotated[
+        list[EventKind] | None, typer.Option(help="Only events of this kind. Repeatable. Default: all.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Stop after so many events. Default: never.", min=1)] = None,
     url: Url = None,
     key: Key = None,
-    as_json: common.Json = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Print what happens at a service, as it happens."""
+    """Print the events of a service as they happen."""
     console, left = Console(), limit
     with Client(url, key, patience=_PATIENCE) as client:
         try:
@@ -177,16 +196,16 @@ def tail(
                 else:
                     when = time.strftime("%H:%M:%S", time.localtime(event.at))
                     line = Text().append(f"{when} {event.seq:>7} ", "dim").append(f"{event.kind:8}", "bold")
-                    said = "  ".join(f"{name}={_short(value)}" for name, value in event.body.items())
-                    console.print(line.append(f" {said}", ""), highlight=False, soft_wrap=True)
+                    body = "  ".join(f"{name}={_short(value)}" for name, value in event.body.items())
+                    console.print(line.append(f" {body}", ""), highlight=False, soft_wrap=True)
                 if left is not None and (left := left - 1) <= 0:
                     return
         except KeyboardInterrupt:
             return
 
 
-def cancel(ids: Ids, url: Url = None, key: Key = None, as_json: common.Json = False) -> None:
-    """Cancel tasks: their sessions end, and what was sampled is kept."""
+def cancel(ids: Ids, url: Url = None, key: Key = None, as_json: options.Json = False) -> None:
+    """Cancel tasks; their sessions end, and sampled turns are kept."""
     with Client(url, key, patience=_PATIENCE) as client:
         done = [client.cancel(name) for name in ids]
     if as_json:
@@ -194,55 +213,6 @@ def cancel(ids: Ids, url: Url = None, key: Key = None, as_json: common.Json = Fa
         return
     for one in done:
         print(f"{one.task_id}  {one.state}  {one.finished} of {one.num_samples} had finished")
-
-
-class What(StrEnum):
-    TRACES = "traces"
-    """The training rows, one a line."""
-    TRAJECTORIES = "trajectories"
-    """Whole sessions: turns, messages, rows."""
-
-
-def export(
-    ids: Annotated[
-        list[str] | None, typer.Argument(help="Which tasks. Default: all that are done.", metavar="TASK_ID…")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The file: .parquet, .arrow or .jsonl.")] = Path("traces.parquet"),
-    what: Annotated[What, typer.Option(help="The training rows, or whole sessions.")] = What.TRACES,
-    usable: Annotated[bool, typer.Option("--usable", help="Leave out what a trainer cannot learn from.")] = False,
-    url: Url = None,
-    key: Key = None,
-    as_json: common.Json = False,
-) -> None:
-    """Write the trajectories of tasks to a file. Nothing is leased or acknowledged: consumers see what they did.
-
-    Sessions whose trajectories are damaged are left out and named at the end; the exit code is then 1.
-    """
-    from towline.datasets import export as exporting
-
-    console = common.console(as_json)
-    damaged: dict[str, str] = {}
-    with Client(url, key, patience=_PATIENCE) as client, exporting.opened(out, whole=what is What.TRAJECTORIES) as file:
-        names = ids or [one.task_id for one in client.tasks(TaskState.DONE)]
-        with common.reporting(console, "export") as report:
-            for number, name in enumerate(names, 1):
-                ended = [one for one in client.task(name).sessions if one.state.terminal]
-                fetched = client.fetch([one.session_id for one in ended])
-                damaged |= fetched.damaged
-                file.add([one for one in fetched.trajectories if not usable or exporting.is_usable(one)])
-                report(number, len(names), name)
-    told = {"out": str(out), "tasks": len(names), "sessions": file.sessions, "rows": file.rows, "damaged": damaged}
-    if as_json:
-        print(json.dumps(told))
-    else:
-        console.print(f"{told['sessions']} sessions of {told['tasks']} tasks, {told['rows']} rows, in {out}")
-        for session_id, reason in damaged.items():
-            console.print(f"damaged, left out: {session_id}: {visible(reason)}", markup=False, soft_wrap=True)
-    if damaged:
-        raise typer.Exit(1)
-
-
-# Showing
 
 
 def _overview(client: Client) -> dict[str, Any]:
@@ -266,7 +236,9 @@ def _tasks(client: Client, ids: list[str], console: Console, as_json: bool) -> N
         print(json.dumps([one.model_dump(mode="json") for one in found]))
         return
     for one in found:
-        console.print(f"[bold]{common.plain(one.task_id)}[/] {one.state}, {one.usable} usable of {one.num_samples}")
+        console.print(
+            f"[bold]{terminal.escape_markup(one.task_id)}[/] {one.state}, {one.usable} usable of {one.num_samples}"
+        )
         table = Table("session", "sample", "attempt", "state", "ended", "error", box=None, pad_edge=False)
         for session in one.attempts or one.sessions:
             row = (session.session_id, str(session.sample), str(session.attempt), session.state.value)
@@ -298,7 +270,7 @@ def _table(
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("task", "state", "finished", "usable", ""):
         table.add_column(name, overflow="fold")
-    # Those under way first, then what changed last.
+    # Running tasks first, then the most recently changed.
     order = {TaskState.RUNNING: 0, TaskState.QUEUED: 1}
     for one in sorted(tasks, key=lambda task: (order.get(task.state, 2), -task.updated))[:_SHOWN]:
         bar = ProgressBar(total=max(1, one.num_samples), completed=one.finished, width=20)
@@ -310,6 +282,60 @@ def _table(
 
 
 def _short(value: Any, most: int = 120) -> str:
-    """A value on one line; what a harness or a model had a say in cannot move the cursor."""
+    """A value on one line, escaped so that text of a harness or a model cannot move the cursor."""
     text = visible(value) if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+class ExportKind(StrEnum):
+    """What one record of an export is."""
+
+    TRACES = "traces"
+    """A training row."""
+    TRAJECTORIES = "trajectories"
+    """A whole session: turns, messages and training rows."""
+
+
+def export(
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Tasks to export. Default: all that are done.", metavar="TASK_ID…")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Output file: .parquet, .arrow or .jsonl.")] = Path("traces.parquet"),
+    what: Annotated[ExportKind, typer.Option(help="One record per training row, or per session.")] = ExportKind.TRACES,
+    usable: Annotated[
+        bool, typer.Option("--usable", help="Export only sessions that a trainer can learn from. Default: all.")
+    ] = False,
+    url: Url = None,
+    key: Key = None,
+    as_json: options.Json = False,
+) -> None:
+    """Write the trajectories of tasks to a file, without leasing any.
+
+    Nothing is acknowledged: consumers still receive every result. Damaged trajectories are left out and listed at the
+    end; the exit status is then 1.
+    """
+    from towline.runs import export as exports
+
+    console = terminal.console(as_json)
+    damaged: dict[str, str] = {}
+    with (
+        Client(url, key, patience=_PATIENCE) as client,
+        exports.open_export(out, whole=what is ExportKind.TRAJECTORIES) as file,
+    ):
+        names = ids or [one.task_id for one in client.tasks(TaskState.DONE)]
+        with terminal.progress_reporter(console, "export") as report:
+            for number, name in enumerate(names, 1):
+                ended = [one for one in client.task(name).sessions if one.state.terminal]
+                fetched = client.fetch([one.session_id for one in ended])
+                damaged |= fetched.damaged
+                file.add([one for one in fetched.trajectories if not usable or unusable_reason(one) is None])
+                report(number, len(names), name)
+    fields = {"out": str(out), "tasks": len(names), "sessions": file.sessions, "rows": file.rows, "damaged": damaged}
+    if as_json:
+        print(json.dumps(fields))
+    else:
+        console.print(f"{fields['sessions']} sessions of {fields['tasks']} tasks, {fields['rows']} rows, in {out}")
+        for session_id, reason in damaged.items():
+            console.print(f"damaged, left out: {session_id}: {visible(reason)}", markup=False, soft_wrap=True)
+    if damaged:
+        raise typer.Exit(1)

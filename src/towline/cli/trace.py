@@ -11,41 +11,43 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from towline.cli import common
+from towline.cli import options
 from towline.errors import ConfigError
 from towline.schema import Trajectory
 
 
 def trace(
-    what: Annotated[str, typer.Argument(help="A trajectory file (.arrow or .json), or a session's id.")],
-    data: Annotated[Path, typer.Option(help="Data folder of the gateway, for ids.")] = Path("towline-data"),
-    model: Annotated[Path | None, typer.Option(help="Model folder whose tokenizer shows tokens as text.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Show every token.")] = False,
-    as_json: common.Json = False,
+    what: Annotated[str, typer.Argument(help="Trajectory file (.arrow or .json), or session id.")],
+    data: Annotated[Path, typer.Option(help="Data folder of the gateway, for session ids.")] = Path("towline-data"),
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder to decode tokens with. Default: the recorded one.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show every turn and token. Default: shortened.")] = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Show a trajectory: the tree of turns, and each row's tokens by what they are."""
+    """Show a trajectory: the tree of turns, and the tokens of each training row."""
     trajectory, near = _find_trajectory(what, data)
     if as_json:
         sys.stdout.buffer.write(trajectory.to_json() + b"\n")
         return
-    from towline import view
+    from towline.runs import view
 
     console = Console()
     decode = _decoder(model, near)
     if decode is None:
-        console.print("[dim]tokens are shown as ids; --model FOLDER shows them as text[/]")
+        console.print("[dim]tokens are shown as ids; give --model FOLDER to decode them[/]")
     view.render(trajectory, decode, full=full, console=console)
 
 
 def _find_trajectory(what: str, data: Path) -> tuple[Trajectory, Path]:
-    """The trajectory, and the folder that may say which model it is of."""
+    """The trajectory, and the folder that may name its model."""
     path = Path(what)
     if path.is_file():
         return Trajectory.read(path), path.resolve().parent
     stored = data / "trajectories" / f"{what}.arrow"
     if "/" not in what and stored.is_file():
         return Trajectory.read(stored), data
-    raise ConfigError(f"{what} is neither a file nor a sealed session in {data}")
+    raise ConfigError(f"{what} is neither a file nor a sealed session in {data}; check --data")
 
 
 def _decoder(model: Path | None, near: Path) -> Callable[[Any], str] | None:

@@ -1,4 +1,4 @@
-"""`towline train`: asynchronous GRPO over a rollout service, with the reference trainer."""
+"""`towline train`: asynchronous GRPO on a rollout service, with the reference trainer."""
 
 from __future__ import annotations
 
@@ -12,94 +12,97 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from towline.cli import common, engines
-from towline.cli.loading import load_tasks
+from towline.cli import engines, options, terminal
+from towline.cli.tasks import load_tasks
 from towline.errors import ConfigError
 from towline.schema import SandboxKind, Task
 
 if TYPE_CHECKING:
-    from towline.trainers import metrics
+    from towline.trainers.grpo import metrics
 
 
 def train(
     tasks: Annotated[
-        list[str] | None, typer.Argument(help="Tasks to train on, taken in turn; see `towline run`.", metavar="TASK…")
+        list[str] | None, typer.Argument(help="Tasks to train on, in rotation; see `towline run`.", metavar="TASK…")
     ] = None,
     registry: Annotated[
-        bool, typer.Option("--registry", help="Train on the tiny model's own questions, and measure on held-out ones.")
+        bool, typer.Option("--registry", help="Train on the built-in demo questions instead of TASK. Default: off.")
     ] = False,
-    harness: Annotated[str, typer.Option(help="The agent program of tasks that name none.")] = "",
-    option: Annotated[
-        list[str] | None, typer.Option(help="An option of the harness, `name=value`. Repeatable.")
+    harness: options.Harness = "",
+    option: options.HarnessOptions = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder (Hugging Face layout) to train. Default: a tiny model.")
     ] = None,
-    model: common.ModelFolder = None,
-    engine: common.EngineName = None,
-    upstream: common.Upstream = None,
-    upstream_model: common.UpstreamModel = None,
+    engine: Annotated[str | None, typer.Option(help="embedded, vllm or sglang. Default: embedded.")] = None,
+    upstream: options.Upstream = None,
+    upstream_model: options.UpstreamModel = None,
     url: Annotated[
-        str | None, typer.Option(help="A running service. Default: one of its own, on this machine.")
+        str | None, typer.Option(help="URL of a running service. Default: start one on this machine.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of checkpoints and metrics. Default: runs/train-TIME.")
+        Path | None, typer.Option(help="Output folder. Resumes if it already exists. Default: runs/train-TIME.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Updates.", min=1)] = 24,
-    groups: Annotated[int, typer.Option(help="Groups an update learns from.", min=1)] = 8,
-    samples: Annotated[int, typer.Option(help="Sessions a group.", min=2)] = 16,
-    rate: Annotated[float, typer.Option(help="Learning rate at the start; it falls in a line to a tenth.")] = 1e-3,
+    steps: Annotated[int, typer.Option(help="Policy updates (weight versions) to train for.", min=1)] = 24,
+    groups: Annotated[int, typer.Option(help="Task groups per policy update.", min=1)] = 8,
+    samples: Annotated[int, typer.Option(help="Sessions per group.", min=2)] = 16,
+    rate: Annotated[float, typer.Option(help="Initial learning rate; decays linearly to a tenth.")] = 1e-3,
     entropy: Annotated[float, typer.Option(help="Weight of the entropy bonus.")] = 0.02,
-    kl: Annotated[float, typer.Option(help="Weight of the divergence from the model at the start.")] = 0.0,
-    updates: Annotated[int, typer.Option(help="Optimiser steps an update.", min=1)] = 4,
-    ahead: Annotated[int, typer.Option(help="Updates' worth of groups under way besides the next.", min=0)] = 1,
-    synchronous: Annotated[bool, typer.Option("--synchronous", help="Roll out only between updates.")] = False,
-    max_staleness: Annotated[int, typer.Option(help="Oldest group that is used, in versions.", min=0)] = 4,
+    kl: Annotated[float, typer.Option(help="Weight of the KL divergence from the initial model.")] = 0.0,
+    updates: Annotated[int, typer.Option(help="Optimizer steps per policy update.", min=1)] = 4,
+    ahead: Annotated[int, typer.Option(help="Updates whose groups are rolled out in advance.", min=0)] = 1,
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="Roll out only between updates. Default: all the time.")
+    ] = False,
+    max_staleness: Annotated[int, typer.Option(help="Maximum age of a group, in policy versions.", min=0)] = 4,
     pacing: Annotated[
-        bool, typer.Option(help="Start sessions at the pace of the updates; without it old groups are dropped.")
+        bool, typer.Option(help="Start sessions at the pace of updates instead of dropping stale groups.")
     ] = True,
-    max_failed: common.MaxFailed = 0.5,
-    permute: Annotated[bool, typer.Option("--permute", help="A control: shuffle rewards within each group.")] = False,
-    sandbox: Annotated[SandboxKind | None, typer.Option(help="Where tasks run that do not say.")] = None,
+    max_failed: options.MaxFailed = 0.5,
+    permute: Annotated[
+        bool, typer.Option("--permute", help="Shuffle rewards within each group, as a control. Default: off.")
+    ] = False,
+    sandbox: options.Sandbox = None,
     concurrency: Annotated[int, typer.Option(help="Sessions that run at the same time.", min=1)] = 16,
-    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard files beside the JSONL.")] = True,
-    wandb: Annotated[str, typer.Option(help="A Weights & Biases project to log to.")] = "",
-    held_out: Annotated[int, typer.Option(help="Held-out questions of `--registry` to measure on.", min=1)] = 64,
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard files as well as JSONL.")] = True,
+    wandb: Annotated[str, typer.Option(help="Weights & Biases project to log to. Default: none.")] = "",
+    held_out: Annotated[int, typer.Option(help="Held-out questions of `--registry` to evaluate on.", min=1)] = 64,
     measure: Annotated[
         list[str] | None,
-        typer.Option(help="Tasks that are only played, to measure success. Repeatable.", metavar="TASK"),
+        typer.Option(help="Tasks to evaluate on, never trained on. Repeatable. Default: none.", metavar="TASK"),
     ] = None,
     measure_every: Annotated[
-        int | None, typer.Option(help="Updates between measurements. Default: half of all.", min=1)
+        int | None, typer.Option(help="Policy updates between evaluations. Default: half of --steps.", min=1)
     ] = None,
-    seed: int = 0,
-    as_json: common.Json = False,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    as_json: options.Json = False,
 ) -> None:
-    """Train a model by GRPO on the sessions of real agents, while they go on.
+    """Train a model by asynchronous GRPO on the sessions of real agents.
 
-    Killed at any moment and started again with the same `--out`, it goes on from its checkpoint; no session is lost and
-    none is used twice.
+    Run again with the same `--out` to resume from the checkpoint after an interruption or a crash; no session is lost
+    and none is trained on twice.
     """
     from towline.client import Client
-    from towline.trainers import metrics
-    from towline.trainers.grpo import Grpo, GrpoSettings
-    from towline.trainers.learner import Learner, LearnerSettings
-    from towline.trainers.live import LiveView
-    from towline.trainers.loss import LossSettings
-    from towline.trainers.run import Run
+    from towline.trainers.grpo import metrics
+    from towline.trainers.grpo.learner import Learner, LearnerSettings
+    from towline.trainers.grpo.loop import Grpo, GrpoSettings
+    from towline.trainers.grpo.loss import LossSettings
+    from towline.trainers.grpo.run import LiveView, TrainingRun
 
-    console = common.console(as_json)
+    console = terminal.console(as_json)
     chosen = _engine(engine, upstream, upstream_model, url)
     source, measured = _tasks(tasks or [], registry, harness, option or [], samples, seed, held_out, console)
     if measure:
         measured = load_tasks(measure, harness, 1, option or [], console)
     out = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     out.mkdir(parents=True, exist_ok=True)
-    folder = model or common.tiny(console)
+    folder = model or engines.tiny_model(console)
     import torch
 
     torch.set_num_threads(1)
     settings = LearnerSettings(rate=rate, updates=updates, loss=LossSettings(entropy=entropy, kl=kl))
     learner = Learner(folder, settings, reference=kl > 0, seed=seed)
     sinks = _sinks(out, tensorboard, wandb, {"steps": steps, "groups": groups, "samples": samples}, console)
-    written = metrics.Metrics(out, *sinks)
+    written = metrics.MetricsLog(out, *sinks)
     with contextlib.ExitStack() as stack:
         stack.callback(written.close)
         address = url or stack.enter_context(_service(folder, out, sandbox, concurrency, chosen))
@@ -117,13 +120,13 @@ def train(
             seed=seed,
         )
         at = frozenset(range(0, steps, measure_every or max(1, steps // 2)))
-        whole = Run(Grpo(client, learner, source, out, run), written, rate, measured, at)
+        whole = TrainingRun(Grpo(client, learner, source, out, run), written, rate, measured, at)
         shown = stack.enter_context(LiveView(console, steps))
         shown.attach(whole)
         whole.run()
     failures = whole.trainer.failures
     _conclude(out, {**whole.as_json(), "failures": failures.as_json()}, console, as_json)
-    common.exit_on_failures(failures, max_failed)
+    terminal.exit_on_failures(failures, max_failed)
 
 
 def _tasks(
@@ -136,27 +139,26 @@ def _tasks(
     held_out: int,
     console: Console,
 ) -> tuple[Callable[[int], Task], list[Task]]:
-    """The n-th task to train on, and the tasks to measure on."""
+    """The n-th task to train on, and the tasks to evaluate on."""
     if registry:
-        from towline.demo import AGENT
-        from towline.tiny.tasks import held_out_tasks, training_task
+        from towline.demo.registry import EXAMPLE_AGENT, held_out_tasks, training_task
 
-        return lambda n: training_task(n, AGENT, samples=samples, seed=seed), held_out_tasks(AGENT, held_out)
+        return lambda n: training_task(n, EXAMPLE_AGENT, samples=samples, seed=seed), held_out_tasks(
+            EXAMPLE_AGENT, held_out
+        )
     if not paths:
-        raise ConfigError("name tasks to train on, or --registry")
+        raise ConfigError("no tasks to train on; give some, or --registry")
     loaded = load_tasks(paths, harness, samples, option, console)
     return lambda n: loaded[n % len(loaded)], []
 
 
 def _engine(engine: str | None, upstream: list[str] | None, upstream_model: str | None, url: str | None) -> list[str]:
-    """The options of the run's own service that say which engine samples; it must be one that takes new weights."""
-    engines.given(engine, upstream, upstream_model)
+    """Engine options for the service that the run starts; only engines that accept new weights are allowed."""
+    engines.engine_overrides(engine, upstream, upstream_model)
     if url is not None and (engine or upstream or upstream_model):
-        raise ConfigError("--url names a service that has its engine; --engine and --upstream are for one of its own")
+        raise ConfigError("the service at --url has its own engine; drop --engine and --upstream, or drop --url")
     if engine is not None and engine not in engines.TRAINABLE:
-        raise ConfigError(
-            f"--engine {engine} takes no new weights from here; train with {', '.join(engines.TRAINABLE)}"
-        )
+        raise ConfigError(f"--engine {engine} cannot load new weights; train with {', '.join(engines.TRAINABLE)}")
     words = ["--engine", engine] if engine else []
     words += [word for one in upstream or () for word in ("--upstream", one)]
     return words + (["--upstream-model", upstream_model] if upstream_model else [])
@@ -171,47 +173,49 @@ def _service(
     return own_service(folder, out, chosen)
 
 
-def _sinks(out: Path, tensorboard: bool, wandb: str, config: dict[str, Any], console: Console) -> list[metrics.Sink]:
-    """Where figures go besides the JSONL. TensorBoard's package may be missing; what was asked for by name may not."""
-    from towline.trainers import metrics
+def _sinks(
+    out: Path, tensorboard: bool, wandb: str, config: dict[str, Any], console: Console
+) -> list[metrics.MetricsSink]:
+    """Metrics sinks besides the JSONL. A missing TensorBoard package is reported; a missing W&B package is an error."""
+    from towline.trainers.grpo import metrics
 
-    sinks: list[metrics.Sink] = []
+    sinks: list[metrics.MetricsSink] = []
     if tensorboard:
         try:
             sinks.append(metrics.TensorBoard(out / "tensorboard"))
         except ConfigError as error:
-            console.print(f"[yellow]no TensorBoard files:[/] {common.plain(str(error))}", highlight=False)
+            console.print(f"[yellow]no TensorBoard files:[/] {terminal.escape_markup(str(error))}", highlight=False)
     if wandb:
         sinks.append(metrics.WeightsAndBiases(wandb, out.name, config))
     return sinks
 
 
 def _bias(pacing: dict[str, Any] | None) -> str:
-    """What pacing cost, and whether slow tasks were trained on as much as they were submitted."""
+    """How long pacing waited, and the share of submitted sessions trained on, by duration."""
     if pacing is None:
         return ""
-    told = f"; waited {pacing['withheld_seconds']:.1f} s for older groups" if pacing["groups_per_update"] else ""
+    text = f"; waited {pacing['withheld_seconds']:.1f} s for older groups" if pacing["groups_per_update"] else ""
     shares = ", ".join(f"{one['trained_share']:.0%}" for one in pacing["quartiles"])
-    return told + (f"; trained share by duration quartile, fastest first: {shares}" if shares else "")
+    return text + (f"; trained share by duration quartile, fastest first: {shares}" if shares else "")
 
 
-def _conclude(out: Path, told: dict[str, Any], console: Console, as_json: bool) -> None:
-    from towline.trainers import curves, metrics
+def _conclude(out: Path, fields: dict[str, Any], console: Console, as_json: bool) -> None:
+    from towline.trainers.grpo import metrics
 
-    lines = metrics.read(out)
-    picture: Path | None = out / "curves.png"
+    lines = metrics.read_metrics(out)
+    image: Path | None = out / "curves.png"
     try:
-        curves.draw(lines, out / "curves.png", out.name)
+        metrics.draw_curves(lines, out / "curves.png", out.name)
     except ConfigError as error:
-        picture = None
-        console.print(f"[yellow]no picture:[/] {common.plain(str(error))}", highlight=False)
+        image = None
+        console.print(f"[yellow]no curves:[/] {terminal.escape_markup(str(error))}", highlight=False)
     if as_json:
-        print(json.dumps({"out": str(out), "curves": str(picture) if picture else None, **told}))
+        print(json.dumps({"out": str(out), "curves": str(image) if image else None, **fields}))
         return
     worst = max((line["worst_logprob"] for line in lines if "worst_logprob" in line), default=0.0)
-    for one in told["success"]:
+    for one in fields["success"]:
         console.print(f"after {one['sessions_used']:>6,} sessions: {one['success']:.1%} on held-out tasks")
     console.print(f"max |learner - recorded| logprob over the run: {worst:.1e}", highlight=False)
-    dropped = told["last"]["dropped_groups"] if told["last"] else 0
-    console.print(f"groups dropped as too old: {dropped:,}{_bias(told['pacing'])}", highlight=False, soft_wrap=True)
-    console.print(f"Written to {out}: metrics.jsonl, checkpoint{', curves.png' if picture else ''}", highlight=False)
+    dropped = fields["last"]["dropped_groups"] if fields["last"] else 0
+    console.print(f"stale groups dropped: {dropped:,}{_bias(fields['pacing'])}", highlight=False, soft_wrap=True)
+    console.print(f"Written to {out}: metrics.jsonl, checkpoint{', curves.png' if image else ''}", highlight=False)

@@ -1,13 +1,11 @@
-"""What a trainer imports: submit tasks, lease results with their tokens, acknowledge them, change the policy.
+"""The client of the service: submit tasks, lease results with their tokens, acknowledge them, update the policy.
 
-`Client` blocks and may be shared by threads; `AsyncClient` is the same for asyncio. Every call is safe to repeat, and is
-repeated, with growing pauses, while the service is away or full. Nothing here imports the rest of Towline.
+`Client` blocks and can be shared by threads; `AsyncClient` is the same for asyncio. Every call is idempotent, and is
+retried with growing pauses while the service is down or full. Only `errors` and `schema` of Towline are imported here.
 """
 
-from towline.client.asynchronous import AsyncClient
-from towline.client.blocking import Client
+from towline.client.async_client import AsyncClient
 from towline.client.calls import Fetched
-from towline.client.delivered import Delivered, Row
 from towline.client.errors import (
     BadAnswer,
     Busy,
@@ -20,6 +18,8 @@ from towline.client.errors import (
     Unreachable,
     WaitTimeout,
 )
+from towline.client.results import Delivered, Row
+from towline.client.sync_client import Client
 
 __all__ = [
     "AsyncClient",

@@ -1,6 +1,6 @@
-"""Every call of the service as a value: method, path, body, and how its answer is read. No I/O.
+"""Every call of the service as a value: method, path, body, and how its response is parsed. No I/O.
 
-The blocking client and the asynchronous one perform the same calls, so that they cannot differ.
+Both clients perform the same calls, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from towline.schema import (
     Trajectory,
     Unit,
 )
-from towline.schema.columns import DAMAGED, from_table
-from towline.schema.files import dump_json, load_json
+from towline.schema.files import DAMAGED, dump_json, from_table, load_json
 
 T = TypeVar("T")
 ARROW = "application/vnd.apache.arrow.stream"
@@ -49,40 +48,42 @@ StartLike = Start | Literal["beginning", "now"]
 StaleLike = Stale | Literal["drop", "flag"]
 PauseMode = Literal["drain", "abort"]
 
-TASKS_A_CALL = 64
-SESSIONS_A_CALL = 64
-TASKS_A_PAGE = 1000
-SESSIONS_A_PAGE = 1000
-"""What goes into one request; more is several."""
+TASKS_PER_CALL = 64
+SESSIONS_PER_CALL = 64
+TASKS_PER_PAGE = 1000
+SESSIONS_PER_PAGE = 1000
+"""Most items per request; more are sent in several."""
 
 
 @dataclass(frozen=True)
-class Call(Generic[T]):
+class ApiCall(Generic[T]):
+    """One call of the service."""
+
     method: str
     path: str
     read: Callable[[bytes], T]
-    """The answer's body as what it means; raises `BadAnswer`."""
+    """Parses the body of the response; raises `BadAnswer`."""
     params: Mapping[str, str] = field(default_factory=dict)
     body: bytes | None = None
     accept: str = "application/json"
     waits: float = 0.0
-    """Seconds that the service may take on purpose, beyond what an answer usually takes."""
+    """Seconds that the service may wait on purpose, in addition to the timeout."""
     also: frozenset[int] = frozenset()
-    """Statuses besides 2xx that are answers."""
+    """Statuses besides 2xx that are not errors."""
 
 
 # Tasks
 
 
-def submit(tasks: Sequence[TaskLike]) -> Iterator[Call[list[Accepted]]]:
+def submit(tasks: Sequence[TaskLike]) -> Iterator[ApiCall[list[Accepted]]]:
     whole = [with_id(task) for task in tasks]
-    for start in range(0, len(whole), TASKS_A_CALL):
-        body = dump_json([task.model_dump(mode="json") for task in whole[start : start + TASKS_A_CALL]])
-        yield Call("POST", "/v1/tasks", _reads(list[Accepted]), body=body)
+    for start in range(0, len(whole), TASKS_PER_CALL):
+        body = dump_json([task.model_dump(mode="json") for task in whole[start : start + TASKS_PER_CALL]])
+        yield ApiCall("POST", "/v1/tasks", _reads(list[Accepted]), body=body)
 
 
 def with_id(task: TaskLike) -> Task:
-    """The task; one without a `task_id` gets one made from its content, so that submitting it again is the same task."""
+    """The task; one without a `task_id` gets one derived from its content, which makes submitting it idempotent."""
     if isinstance(task, Task):
         return task
     given = dict(task)
@@ -105,25 +106,25 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def tasks(state: TaskState | str | None, after: str | None) -> Call[list[TaskStatus]]:
-    """One page; a full one is followed by another."""
-    params = _given(state=state, after=after, limit=TASKS_A_PAGE)
-    return Call("GET", "/v1/tasks", _reads(list[TaskStatus]), params=params)
+def tasks(state: TaskState | str | None, after: str | None) -> ApiCall[list[TaskStatus]]:
+    """One page; a full page may be followed by another."""
+    params = _given(state=state, after=after, limit=TASKS_PER_PAGE)
+    return ApiCall("GET", "/v1/tasks", _reads(list[TaskStatus]), params=params)
 
 
-def task(task_id: str) -> Call[TaskStatus]:
-    return Call("GET", f"/v1/tasks/{_segment(task_id)}", _reads(TaskStatus))
+def task(task_id: str) -> ApiCall[TaskStatus]:
+    return ApiCall("GET", f"/v1/tasks/{_segment(task_id)}", _reads(TaskStatus))
 
 
-def cancel(task_id: str) -> Call[TaskStatus]:
-    return Call("DELETE", f"/v1/tasks/{_segment(task_id)}", _reads(TaskStatus))
+def cancel(task_id: str) -> ApiCall[TaskStatus]:
+    return ApiCall("DELETE", f"/v1/tasks/{_segment(task_id)}", _reads(TaskStatus))
 
 
 # Sessions and their tokens
 
 
-def session(session_id: str) -> Call[Session]:
-    return Call("GET", f"/v1/sessions/{_segment(session_id)}", _reads(Session))
+def session(session_id: str) -> ApiCall[Session]:
+    return ApiCall("GET", f"/v1/sessions/{_segment(session_id)}", _reads(Session))
 
 
 def sessions(
@@ -133,27 +134,27 @@ def sessions(
     after: str | None,
     limit: int,
     newest: bool,
-) -> Call[list[Session]]:
-    """One page; a full one is followed by another."""
+) -> ApiCall[list[Session]]:
+    """One page; a full page may be followed by another."""
     params = _given(state=state, reason=reason, task=task, after=after, limit=limit, order="newest" if newest else None)
-    return Call("GET", "/v1/sessions", _reads(list[Session]), params=params)
+    return ApiCall("GET", "/v1/sessions", _reads(list[Session]), params=params)
 
 
-def log(session_id: str, name: str, tail: int | None) -> Call[str]:
+def log(session_id: str, name: str, tail: int | None) -> ApiCall[str]:
     def read(body: bytes) -> str:
         return body.decode("utf-8", "replace")
 
     path = f"/v1/sessions/{_segment(session_id)}/log"
-    return Call("GET", path, read, params=_given(name=name, tail=tail), accept="text/plain")
+    return ApiCall("GET", path, read, params=_given(name=name, tail=tail), accept="text/plain")
 
 
-def trajectory(session_id: str) -> Call[Trajectory]:
-    return Call("GET", f"/v1/sessions/{_segment(session_id)}/trajectory", _one_trajectory, accept=ARROW)
+def trajectory(session_id: str) -> ApiCall[Trajectory]:
+    return ApiCall("GET", f"/v1/sessions/{_segment(session_id)}/trajectory", _one_trajectory, accept=ARROW)
 
 
 @dataclass
 class Fetched:
-    """Trajectories of sessions, and why those are missing that the service has and cannot read."""
+    """Trajectories of sessions, and the reasons of those that are damaged."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
     damaged: dict[str, str] = field(default_factory=dict)
@@ -164,10 +165,10 @@ class Fetched:
         self.damaged |= other.damaged
 
 
-def trajectories(session_ids: Sequence[str]) -> Iterator[Call[Fetched]]:
-    for start in range(0, len(session_ids), SESSIONS_A_CALL):
-        body = dump_json({"session_ids": list(session_ids[start : start + SESSIONS_A_CALL])})
-        yield Call("POST", "/v1/trajectories", _fetched, body=body, accept=ARROW)
+def trajectories(session_ids: Sequence[str]) -> Iterator[ApiCall[Fetched]]:
+    for start in range(0, len(session_ids), SESSIONS_PER_CALL):
+        body = dump_json({"session_ids": list(session_ids[start : start + SESSIONS_PER_CALL])})
+        yield ApiCall("POST", "/v1/trajectories", _fetched, body=body, accept=ARROW)
 
 
 # Results
@@ -185,7 +186,7 @@ def lease(
     stale: StaleLike,
     prefix: str | None,
     groups_per_update: int | None,
-) -> Call[Results]:
+) -> ApiCall[Results]:
     params = _given(
         consumer=consumer,
         unit=Unit(unit).value,
@@ -198,58 +199,58 @@ def lease(
         prefix=prefix,
         groups_per_update=groups_per_update,
     )
-    return Call("GET", "/v1/results", _reads(Results), params=params, waits=wait)
+    return ApiCall("GET", "/v1/results", _reads(Results), params=params, waits=wait)
 
 
-def ack(consumer: str, result_ids: Sequence[str], unusable: Sequence[str] = ()) -> Call[Acked]:
+def ack(consumer: str, result_ids: Sequence[str], unusable: Sequence[str] = ()) -> ApiCall[Acked]:
     ack = Ack(consumer=consumer, result_ids=list(result_ids), unusable=list(unusable))
     body = dump_json(ack.model_dump(mode="json", exclude_defaults=True))
-    return Call("POST", "/v1/results/ack", _reads(Acked), body=body)
+    return ApiCall("POST", "/v1/results/ack", _reads(Acked), body=body)
 
 
-def release(consumer: str) -> Call[int]:
+def release(consumer: str) -> ApiCall[int]:
     body = dump_json({"consumer": consumer})
-    return Call("POST", "/v1/results/release", lambda content: int(load_json(content)["released"]), body=body)
+    return ApiCall("POST", "/v1/results/release", lambda content: int(load_json(content)["released"]), body=body)
 
 
 # The policy and the service
 
 
-def policy() -> Call[Policy]:
-    return Call("GET", "/v1/policy", _reads(Policy))
+def policy() -> ApiCall[Policy]:
+    return ApiCall("GET", "/v1/policy", _reads(Policy))
 
 
-def pause(mode: PauseMode, deadline: float | None) -> Call[Policy]:
+def pause(mode: PauseMode, deadline: float | None) -> ApiCall[Policy]:
     body = {"mode": mode} | ({} if deadline is None else {"deadline": deadline})
-    # Without a deadline the service waits for its longest turn.
+    # Without a deadline the service waits for the longest turn in flight.
     waits = 86_400.0 if deadline is None and mode == "drain" else deadline or 0.0
-    return Call("POST", "/v1/policy/pause", _reads(Policy), body=dump_json(body), waits=waits)
+    return ApiCall("POST", "/v1/policy/pause", _reads(Policy), body=dump_json(body), waits=waits)
 
 
-def resume(version: int | None) -> Call[Policy]:
+def resume(version: int | None) -> ApiCall[Policy]:
     body = {} if version is None else {"version": version}
-    return Call("POST", "/v1/policy/resume", _reads(Policy), body=dump_json(body))
+    return ApiCall("POST", "/v1/policy/resume", _reads(Policy), body=dump_json(body))
 
 
-def update_weights(folder: str, version: int) -> Call[Policy]:
+def update_weights(folder: str, version: int) -> ApiCall[Policy]:
     body = dump_json({"folder": folder, "version": version})
-    return Call("POST", "/v1/policy/weights", _reads(Policy), body=body, waits=3600.0)
+    return ApiCall("POST", "/v1/policy/weights", _reads(Policy), body=body, waits=3600.0)
 
 
-def pacing() -> Call[Pacing]:
-    return Call("GET", "/v1/pacing", _reads(Pacing))
+def pacing() -> ApiCall[Pacing]:
+    return ApiCall("GET", "/v1/pacing", _reads(Pacing))
 
 
-def nodes() -> Call[list[dict[str, Any]]]:
-    return Call("GET", "/v1/nodes", _reads(list[dict[str, Any]]))
+def nodes() -> ApiCall[list[dict[str, Any]]]:
+    return ApiCall("GET", "/v1/nodes", _reads(list[dict[str, Any]]))
 
 
-def health() -> Call[dict[str, Any]]:
-    # A service that is held or broken says so with 503, at once.
-    return Call("GET", "/healthz", _reads(dict[str, Any]), also=frozenset({503}))
+def health() -> ApiCall[dict[str, Any]]:
+    # A service that is held or broken answers with 503 at once.
+    return ApiCall("GET", "/healthz", _reads(dict[str, Any]), also=frozenset({503}))
 
 
-# Reading answers
+# Parsing responses
 
 
 def _reads(kind: type[T]) -> Callable[[bytes], T]:
@@ -259,7 +260,7 @@ def _reads(kind: type[T]) -> Callable[[bytes], T]:
             value: T = adapter.validate_python(load_json(body))
             return value
         except (ValidationError, TowlineError) as error:
-            raise BadAnswer(f"the answer is not what the contract says: {error}") from error
+            raise BadAnswer(f"the response violates the contract: {error}") from error
 
     return read
 
@@ -279,8 +280,8 @@ def _one_trajectory(body: bytes) -> Trajectory:
 
 
 def _fetched(body: bytes) -> Fetched:
-    """One batch at a time: a batch fits Arrow's columns, all of them together need not. One that cannot be read, because a
-    newer service wrote it, is told of as damaged."""
+    """Parse batch by batch: each fits Arrow's columns, all together may not. A batch that cannot be read, because a newer
+    service wrote it, is reported as damaged."""
     fetched = Fetched()
     try:
         with ipc.open_stream(pa.py_buffer(body)) as stream:
@@ -296,16 +297,16 @@ def _fetched(body: bytes) -> Fetched:
                         raise
                     fetched.damaged |= dict.fromkeys(map(str, names), " ".join(str(error).split())[:300])
     except (pa.ArrowException, ValidationError, TowlineError) as error:
-        raise BadAnswer(f"the answer is not a stream of trajectories: {error}") from error
+        raise BadAnswer(f"the response is not a stream of trajectories: {error}") from error
     return fetched
 
 
-def _reasons(told: Any) -> dict[str, str]:
-    return {str(name): str(reason) for name, reason in told.items()} if isinstance(told, dict) else {}
+def _reasons(value: Any) -> dict[str, str]:
+    return {str(name): str(reason) for name, reason in value.items()} if isinstance(value, dict) else {}
 
 
 def failure(status: int, body: bytes) -> ClientError:
-    """The error that a refusal's body tells."""
+    """The error of an error response."""
     try:
         problem = load_json(body)
     except TowlineError:

@@ -1,24 +1,62 @@
-"""Where the service is, and how an answer becomes a value, an error, or another attempt. Shared by both clients."""
+"""The address of the service, and how a response becomes a value, an error, or a retry. Shared by both clients.
+
+Every call of the service is idempotent, so a call that may not have arrived is sent again.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import time
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
 from towline.client import calls
-from towline.client.calls import Call
+from towline.client.calls import ApiCall
 from towline.client.errors import ClientError, Unreachable
-from towline.client.retry import AGAIN, Backoff, retry_after
+
+RETRIED = frozenset({429, 502, 503, 504})
+"""Statuses after which a call is retried."""
+
+
+@dataclass
+class RetryBackoff:
+    """The pauses between the attempts of one call: exponential, with jitter."""
+
+    patience: float
+    """Seconds from the first attempt to the start of the last."""
+    first: float = 0.1
+    longest: float = 10.0
+    began: float = field(default_factory=time.monotonic)
+    attempts: int = 0
+
+    def pause(self, asked: float | None = None) -> float | None:
+        """Seconds until the next attempt, at least what the server asked for; `None` when the patience is used up."""
+        grown = min(self.longest, self.first * 2.0 ** min(self.attempts, 30))
+        self.attempts += 1
+        wanted = max(random.uniform(grown / 2, grown), asked or 0.0)
+        left = self.began + self.patience - time.monotonic()
+        return wanted if wanted <= left else None
+
+
+def retry_after(value: str | None) -> float | None:
+    """The seconds of a `Retry-After` header; a date is left to the backoff."""
+    try:
+        seconds = float(value) if value is not None else -1.0
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < 86_400 else None
+
 
 URL, KEY = "TOWLINE_URL", "TOWLINE_KEY"
 DEFAULT_URL = "http://127.0.0.1:8600"
 
 
-class Connection:
-    """The address and key of a service, the client's patience, and the rules of one exchange."""
+class ServiceConnection:
+    """Address and key of the service, the client's patience, and the rules of one request."""
 
     def __init__(self, url: str | None, key: str | None, timeout: float, patience: float):
         self.url = (url or os.environ.get(URL) or DEFAULT_URL).rstrip("/")
@@ -30,11 +68,11 @@ class Connection:
         self.patience = patience
 
     def options(self) -> dict[str, Any]:
-        """What an httpx client of this service is made with."""
+        """Options of an httpx client for this service."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         return {"base_url": self.url, "headers": headers, "timeout": self.timeout}
 
-    def request(self, call: Call[Any]) -> dict[str, Any]:
+    def request(self, call: ApiCall[Any]) -> dict[str, Any]:
         headers = {"Accept": call.accept} | ({"Content-Type": "application/json"} if call.body is not None else {})
         return {
             "method": call.method,
@@ -45,32 +83,32 @@ class Connection:
             "timeout": httpx.Timeout(self.timeout, read=self.timeout + call.waits),
         }
 
-    def backoff(self) -> Backoff:
-        return Backoff(self.patience)
+    def backoff(self) -> RetryBackoff:
+        return RetryBackoff(self.patience)
 
-    def listening(self, after: int | None) -> dict[str, Any]:
-        """A request for events; silence longer than the read timeout means that the connection is dead."""
+    def event_request(self, after: int | None) -> dict[str, Any]:
+        """The options of a request for events; silence longer than the read timeout means that the connection is dead."""
         resumed = {} if after is None else {"Last-Event-ID": str(after)}
         return {"headers": {"Accept": "text/event-stream"} | resumed, "timeout": self.timeout}
 
-    def answered(self, call: Call[Any], answer: httpx.Response) -> bool:
-        """Whether this is the service's answer to the call; a proxy before it answers in its own words."""
-        spoken = answer.headers.get("Content-Type", "").startswith("application/json")
-        return answer.is_success or (answer.status_code in call.also and spoken)
+    def is_answer(self, call: ApiCall[Any], response: httpx.Response) -> bool:
+        """Whether the response is the service's answer to the call, and not that of a proxy in front of it."""
+        is_json = response.headers.get("Content-Type", "").startswith("application/json")
+        return response.is_success or (response.status_code in call.also and is_json)
 
-    def refused(self, answer: httpx.Response, backoff: Backoff) -> float:
-        """The seconds to pause before another attempt; raises for what another attempt does not change."""
-        if answer.status_code in AGAIN:
-            pause = backoff.pause(retry_after(answer.headers.get("Retry-After")))
+    def retry_pause(self, response: httpx.Response, backoff: RetryBackoff) -> float:
+        """Seconds to pause before a retry; raises if a retry does not help."""
+        if response.status_code in RETRIED:
+            pause = backoff.pause(retry_after(response.headers.get("Retry-After")))
             if pause is not None:
                 return pause
-        raise calls.failure(answer.status_code, answer.content)
+        raise calls.failure(response.status_code, response.content)
 
-    def broken(self, error: httpx.HTTPError, backoff: Backoff) -> float:
-        """The seconds to pause after a connection that failed; raises when patience is at its end."""
-        passing = isinstance(error, httpx.NetworkError | httpx.TimeoutException | httpx.RemoteProtocolError)
-        pause = backoff.pause() if passing else None
+    def reconnect_pause(self, error: httpx.HTTPError, backoff: RetryBackoff) -> float:
+        """Seconds to pause after a failed connection; raises `Unreachable` when the patience is used up."""
+        transient = isinstance(error, httpx.NetworkError | httpx.TimeoutException | httpx.RemoteProtocolError)
+        pause = backoff.pause() if transient else None
         if pause is None:
-            said = str(error) or type(error).__name__
-            raise Unreachable(f"no answer from {self.url}, {backoff.attempts} attempts: {said}") from error
+            reason = str(error) or type(error).__name__
+            raise Unreachable(f"no response from {self.url} after {backoff.attempts} attempts: {reason}") from error
         return pause

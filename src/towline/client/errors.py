@@ -1,4 +1,4 @@
-"""What can go wrong between a client and the service, typed by who can do something about it."""
+"""Errors of the client: which type says who can act on it."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ class ClientError(TowlineError):
 
 
 class Unreachable(ClientError):
-    """The service did not answer for as long as the client was patient."""
+    """The service did not respond within the client's patience."""
 
 
 class WaitTimeout(ClientError):
-    """What was waited for did not happen in time. It may still."""
+    """A wait timed out. What was waited for may still happen."""
 
 
 class BadAnswer(ClientError):
-    """Something answered, but not in the words of the contract: another server, or another version of this one."""
+    """The response violates the contract: another server, or another version of this one."""
 
 
 class ServiceError(ClientError):
-    """The service refused a call."""
+    """The service rejected a call."""
 
     def __init__(self, message: str, *, status: int, field: str | None = None) -> None:
         super().__init__(f"{field}: {message}" if field and not message.startswith(field) else message)
         self.status = status
         self.field = field
-        """Path of the field at fault, if one is."""
+        """Path of the field at fault, if there is one."""
 
 
 class InvalidRequest(ServiceError):
-    """The call itself is wrong; `field` says where."""
+    """The request is invalid; `field` says where."""
 
 
 class NotAllowed(ServiceError):
-    """The key is missing or unknown, or its role does not cover the call."""
+    """The API key is missing or unknown, or its role does not cover the call."""
 
 
 class NotFound(ServiceError):
@@ -44,11 +44,11 @@ class NotFound(ServiceError):
 
 
 class Conflict(ServiceError):
-    """The call contradicts what is there: another task under the same id, for one."""
+    """The call contradicts stored state, such as another task under the same id."""
 
 
 class Busy(ServiceError):
-    """The service was full, or not ready, for as long as the client was patient."""
+    """The service was full or down for longer than the client's patience."""
 
 
 _KINDS: dict[int, type[ServiceError]] = {

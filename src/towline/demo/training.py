@@ -1,7 +1,7 @@
-"""The demo's second part: a service, agents in sandboxes, asynchronous GRPO, and success on questions never trained on.
+"""The demo's second part: a service, agents in sandboxes, asynchronous GRPO, and success on held-out questions.
 
-What is printed at the end is the fidelity report: how far the learner's own logprobs were from the recorded ones at every
-step, and one forward pass of the final weights over the sessions that measured them.
+It ends with the fidelity report: the difference between the learner's logprobs and the recorded ones at every step, and one
+forward pass of the final weights over the held-out sessions that they sampled.
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ from rich.console import Console
 from rich.text import Text
 
 from towline.client import Client
-from towline.demo.agent import AGENT
-from towline.demo.session import BOUND, recompute
-from towline.tiny.tasks import held_out_tasks, training_task
-from towline.trainers.curves import draw
-from towline.trainers.grpo import Grpo, GrpoSettings
-from towline.trainers.learner import OWN_BOUND, Learner, LearnerSettings
-from towline.trainers.live import LiveView
-from towline.trainers.loss import LossSettings
-from towline.trainers.metrics import Metrics, read
-from towline.trainers.run import Run
+from towline.demo.registry import EXAMPLE_AGENT, held_out_tasks, training_task
+from towline.demo.session import LOGPROB_BOUND, recompute
+from towline.trainers.grpo.learner import ON_POLICY_BOUND, Learner, LearnerSettings
+from towline.trainers.grpo.loop import Grpo, GrpoSettings
+from towline.trainers.grpo.loss import LossSettings
+from towline.trainers.grpo.metrics import MetricsLog, draw_curves, read_metrics
+from towline.trainers.grpo.run import LiveView, TrainingRun
 from towline.trainers.service import own_service
 
 HELD_OUT = 64
@@ -34,6 +31,8 @@ HELD_OUT = 64
 
 @dataclass(frozen=True, slots=True)
 class Training:
+    """Settings of the demo's training run."""
+
     steps: int = 28
     groups: int = 12
     samples: int = 8
@@ -42,19 +41,19 @@ class Training:
     entropy: float = 0.005
     concurrency: int = 16
     measurements: int = 3
-    """How often success is measured after the start; the last time is at the end."""
+    """Success measurements after the one at the start; the last is at the end."""
     permute: bool = False
-    """The control: rewards are shuffled within each group, so that there is nothing to learn."""
+    """Control experiment: shuffle rewards within each group, so that there is nothing to learn."""
 
 
 def train(console: Console, model: Path, folder: Path, training: Training, seed: int) -> dict[str, Any]:
-    """Train the tiny model on the registry and measure it; what was found, with `problems` that should not be."""
+    """Train the tiny model on the registry and measure it. `problems` in the result lists failed checks."""
     torch.set_num_threads(1)
-    # A demo starts anew; `towline train` is what goes on from where it was.
+    # The demo always starts from scratch; `towline train` resumes.
     shutil.rmtree(folder, ignore_errors=True)
     learner = Learner(
         model,
-        # The evaluator scores the call and the answer by themselves: the outcome is both, and would only blur them.
+        # The evaluator scores call and answer separately; the outcome combines both and would only blur the signal.
         LearnerSettings(
             rate=training.rate,
             updates=training.updates,
@@ -66,69 +65,69 @@ def train(console: Console, model: Path, folder: Path, training: Training, seed:
     settings = GrpoSettings(
         run=f"demo-{seed}", steps=training.steps, groups=training.groups, permute=training.permute, seed=seed
     )
-    metrics = Metrics(folder)
+    metrics = MetricsLog(folder)
     options = ["--concurrency", str(training.concurrency)]
     console.print(
-        f"{training.steps} updates of {training.groups} groups of {training.samples} sessions: each session runs "
-        "the example agent in a sandbox of its own. Rollouts go on while the learner learns.",
+        f"{training.steps} updates of {training.groups} groups of {training.samples} sessions; each session runs "
+        "the example agent in its own sandbox. Rollouts continue while the learner trains.",
         highlight=False,
     )
     shown = LiveView(console, training.steps, "held-out questions")
     with own_service(model, folder, options) as url, Client(url) as client, shown:
-        run = Run(
+        run = TrainingRun(
             Grpo(
                 client,
                 learner,
-                lambda n: training_task(n, AGENT, samples=training.samples, seed=seed),
+                lambda n: training_task(n, EXAMPLE_AGENT, samples=training.samples, seed=seed),
                 folder,
                 settings,
             ),
             metrics,
             training.rate,
-            held_out_tasks(AGENT, HELD_OUT),
+            held_out_tasks(EXAMPLE_AGENT, HELD_OUT),
             frozenset(training.steps * place // training.measurements for place in range(1, training.measurements)),
         )
         shown.attach(run)
         run.run()
     metrics.close()
-    worst = recompute(folder / "weights" / f"v{training.steps}", run.played)
+    worst = recompute(folder / "weights" / f"v{training.steps}", run.held_out_trajectories)
     return _conclude(console, folder, run, worst)
 
 
-def _conclude(console: Console, folder: Path, run: Run, worst: float) -> dict[str, Any]:
-    """The fidelity report, and what it comes to."""
-    lines = [line for line in read(folder) if "mean_reward" in line]
+def _conclude(console: Console, folder: Path, run: TrainingRun, worst: float) -> dict[str, Any]:
+    """Print the fidelity report and success; draw the curves."""
+    lines = [line for line in read_metrics(folder) if "mean_reward" in line]
     own = max(line["worst_logprob"] for line in lines)
-    reports = [trajectory.report for trajectory in run.played]
-    off = {
-        f"a token that the learner's own weights sampled is {own:.1e} off": own < OWN_BOUND,
-        f"a recorded logprob is {worst:.1e} off the final weights": worst < BOUND,
+    reports = [trajectory.report for trajectory in run.held_out_trajectories]
+    checks = {
+        f"the logprob of a token sampled with the learner's current weights is off by {own:.1e}": own < ON_POLICY_BOUND,
+        f"a recorded logprob differs from the final weights' by {worst:.1e}": worst < LOGPROB_BOUND,
         "a held-out session has more than one chain": all(report.chains == 1 for report in reports),
-        "a held-out session was not scored": all(one.reward is not None for one in run.played),
+        "a held-out session was not scored": all(one.reward is not None for one in run.held_out_trajectories),
     }
-    problems = [problem for problem, fine in off.items() if not fine]
+    problems = [problem for problem, passed in checks.items() if not passed]
     console.rule("fidelity")
     tokens = sum(line["trained_tokens"] for line in lines)
     age = sum(line["staleness"] * line["trained_tokens"] for line in lines)
-    said = [
-        f"{tokens:,} tokens learned from, {sum(line['own_tokens'] for line in lines):,} of them sampled by the very weights "
-        f"that learned: max |learner - recorded| logprob {own:.1e} (bound {OWN_BOUND:g}).",
+    summary = [
+        f"{tokens:,} trained tokens, {sum(line['own_tokens'] for line in lines):,} of them sampled with the learner's "
+        f"current weights: max |learner - recorded| logprob {own:.1e} (bound {ON_POLICY_BOUND:g}).",
         f"Final weights over the {sum(report.trained_tokens for report in reports):,} sampled tokens of the "
-        f"{len(reports)} held-out sessions: max |Δlogp| {worst:.1e} (bound {BOUND:g}), "
-        f"{sum(report.chains for report in reports)} conversations in as many exact chains.",
-        f"Tokens were {age / max(1, tokens):.1f} versions old on average when they were learned from; "
-        f"{lines[-1]['dropped_groups']} groups were too old and dropped.",
+        f"{len(reports)} held-out sessions: max |Δlogp| {worst:.1e} (bound {LOGPROB_BOUND:g}), "
+        f"{sum(report.chains for report in reports)} exact chains.",
+        f"Trained tokens were {age / max(1, tokens):.1f} versions old on average; "
+        f"{lines[-1]['dropped_groups']} groups were dropped as too old.",
     ]
-    for text in said:
+    for text in summary:
         console.print(Text(text), soft_wrap=True)
     for problem in problems:
-        console.print(Text(f"Off: {problem}", "bold red"))
+        console.print(Text(f"Failed: {problem}", "bold red"))
     first, last = run.measurements[0], run.measurements[-1]
     console.print(
         Text(f"Success on held-out questions: {first.success:.1%} to {last.success:.1%}", "bold green").append(
             f" in {last.sessions:,} sessions. Curves: {folder / 'curves.png'}", "not bold default"
         )
     )
-    draw(read(folder), folder / "curves.png", "Towline demo: success on the registry")
-    found = {"out": str(folder), "worst_own_logprob": own, "max_abs_dlogp": worst, "trained_tokens": tokens}
-    return {**found, **run.as_json(), "problems": problems}
+    draw_curves(read_metrics(folder), folder / "curves.png", "Towline demo: success on the registry")
+    figures = {"out": str(folder), "worst_own_logprob": own, "max_abs_dlogp": worst, "trained_tokens": tokens}
+    return {**figures, **run.as_json(), "problems": problems}

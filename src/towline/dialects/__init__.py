@@ -1,1 +1,1 @@
-"""The provider APIs that harnesses speak."""
+"""The provider APIs that harnesses call: chat, responses, messages, google."""

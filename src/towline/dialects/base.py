@@ -1,8 +1,8 @@
-"""The dialect interface: a provider's JSON to one neutral request, one neutral answer to the provider's JSON.
+"""The dialect interface: a provider's JSON to one neutral request, and one neutral answer to the provider's JSON.
 
-Dialects are pure: no sockets, no clocks, no tokens. A dialect is an object with the methods below; the gateway finds it
-by the paths it names. `Known` makes reading incremental: a request repeats the whole history, and only the part that is
-new since the last request is converted; the unchanged messages are the very objects of last time, fingerprints and all.
+Dialects are pure: no sockets, no clocks, no tokens. A dialect is an object with the methods below; the gateway finds it by
+its routes. `ReadCache` makes reading incremental: a request repeats the whole history, and only items that are new since
+the last request are converted; unchanged messages are the same objects as last time, cached fingerprints included.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from towline import exact_json
+from towline.common import exact_json
 from towline.conversation import Answer, Message, Request, Tool
 from towline.errors import ApiError, ErrorKind
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
-    """The tools of an earlier request. The same declarations give the very same tuple, so that a hash can be cached."""
+class CachedTools:
+    """The tools of an earlier request. Equal declarations give the same tuple object, so that its hash can be cached."""
 
     source: bytes = b""
     """The declarations as sent, as JSON."""
@@ -27,9 +27,17 @@ class Declared:
     ignored: tuple[str, ...] = ()
     """Declarations that were left out, for `Request.ignored`."""
 
+    def unchanged(self, source: bytes) -> bool:
+        """Whether the declarations of a request, as JSON, are the same as these."""
+        return bool(source) and source == self.source
+
+    def without_tools(self) -> CachedTools:
+        """For a request that declares no tools: itself if it has none either."""
+        return self if not self.source else CachedTools()
+
 
 @dataclass(slots=True)
-class Known:
+class ReadCache:
     """The items and messages of an earlier request of the same session.
 
     `starts[i]` is the index of the first item that message `i` was read from.
@@ -39,14 +47,14 @@ class Known:
     messages: list[Message] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     literal: dict[int, bytes] = field(default_factory=dict)
-    """By ascending index, the JSON of items whose values count as such (arguments that are an object, not a string).
+    """By ascending index, the JSON of items that are compared by it (with arguments that are an object, not a string).
 
-    Python's `==` does not tell `True`, `1` and `1.0` apart; these items are compared by their JSON as well.
+    Python's `==` does not tell `True`, `1` and `1.0` apart.
     """
-    declared: Declared = field(default_factory=Declared)
+    declared: CachedTools = field(default_factory=CachedTools)
 
     def shared(self, items: list[Any]) -> int:
-        """How many leading items of `items` equal ours."""
+        """How many leading items of `items` equal the cached ones."""
         count = self._equal(items)
         for index, source in self.literal.items():
             if index >= count:
@@ -56,7 +64,7 @@ class Known:
         return count
 
     def _equal(self, items: list[Any]) -> int:
-        """The same by `==` alone: one C-level comparison when all of ours are repeated."""
+        """The same by `==` alone: one C-level comparison if all cached items are repeated."""
         ours = self.items
         if len(items) >= len(ours) and items[: len(ours)] == ours:
             return len(ours)
@@ -68,22 +76,22 @@ class Known:
         return count
 
     def reusable(self, shared: int) -> int:
-        """How many leading messages lie wholly inside the first `shared` items, so that no later item extends them."""
+        """How many leading messages come from the first `shared` items alone, so that no later item extends them."""
         return max(0, bisect_left(self.starts, shared) - 1)
 
 
 @dataclass(slots=True)
-class Call:
-    """An HTTP call for a dialect, already decoded."""
+class DialectCall:
+    """A decoded HTTP call to a dialect."""
 
     operation: str
-    """Which of the dialect's operations the path named (see `Route`)."""
+    """The operation that the path names (see `Route`)."""
     body: dict[str, Any]
     headers: Mapping[str, str] = field(default_factory=dict)
     """Header names in lower case."""
     query: Mapping[str, str] = field(default_factory=dict)
     path: Mapping[str, str] = field(default_factory=dict)
-    """Values of the path's placeholders (`model` in Google's paths)."""
+    """Values of path parameters (`model` in Google's paths)."""
 
 
 @dataclass(slots=True)
@@ -95,15 +103,15 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class Stream(Protocol):
-    """Writes one streamed response. Each piece is bytes that go out as they are.
+class ReplyStream(Protocol):
+    """Writes one streamed response, as bytes to send.
 
     Order: `start` once, `ping` any number of times, then `finish` or `error` once.
     """
 
     @property
     def content_type(self) -> str:
-        """The header of the response: server-sent events, or what else the client asked for."""
+        """The content type of the response: server-sent events, or what the client asked for."""
         ...
 
     def start(self) -> bytes: ...
@@ -117,11 +125,11 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path of a dialect (`{name}` is one segment, `{name:path}` any rest) and the operation it names.
+    """A path of a dialect (`{name}` is one segment, `{name:path}` the rest) and the operation it names.
 
-    Operations: `generate`, and `generate_stream` where it is the path that asks for a stream; `count_tokens`; `models` and
-    `model`; `probe` (an empty 200); `upgrade` (426, since there is no WebSocket); `stored` and `delete_stored` for answers
-    that are kept under the `{answer}` in the path.
+    Operations: `generate`, and `generate_stream` where the path asks for a stream; `count_tokens`; `models` and `model`;
+    `probe` (an empty 200); `upgrade` (426, since there is no WebSocket); `stored` and `delete_stored` for answers that are
+    stored under the `{answer}` in the path.
     """
 
     method: str
@@ -134,31 +142,31 @@ class Dialect(Protocol):
 
     name: ClassVar[str]
     routes: ClassVar[tuple[Route, ...]]
-    told_in_stream: ClassVar[frozenset[ErrorKind]]
-    """Errors that the provider's clients recognise only inside a stream, if they asked for one."""
+    errors_in_stream: ClassVar[frozenset[ErrorKind]]
+    """Errors that the provider's clients recognise only inside the stream, if they asked for one."""
 
     def items(self, body: dict[str, Any]) -> list[Any]:
-        """The body's list of history items, for finding what is known; raises `BadRequest` if it is not a list."""
+        """The body's list of history items, to compare with the cache; raises `BadRequest` if it is not a list."""
         ...
 
-    def read(self, call: Call, known: Known) -> tuple[Request, Known]:
-        """The neutral request and what is known after it. Raises `BadRequest` that names the field at fault."""
+    def read(self, call: DialectCall, cache: ReadCache) -> tuple[Request, ReadCache]:
+        """The neutral request and the updated cache. Raises `BadRequest` that names the invalid field."""
         ...
 
     def write(self, request: Request, answer: Answer) -> Response:
-        """The whole answer at once."""
+        """The complete response."""
         ...
 
-    def stream(self, request: Request, id: str, created: int, model: str) -> Stream:
-        """A writer for the answer as server-sent events."""
+    def stream(self, request: Request, id: str, created: int, model: str) -> ReplyStream:
+        """A writer for the streamed response."""
         ...
 
     def error(self, error: ApiError) -> Response:
-        """An error in the provider's own shape, status and headers."""
+        """An error with the provider's own body, status and headers."""
         ...
 
     def models(self, names: list[str], created: int) -> Response:
-        """The list of models in the provider's shape."""
+        """The list of models in the provider's format."""
         ...
 
     def model(self, name: str, created: int) -> Response:
@@ -166,22 +174,22 @@ class Dialect(Protocol):
         ...
 
     def count(self, tokens: int) -> Response:
-        """The answer to `count_tokens`."""
+        """The response to `count_tokens`."""
         ...
 
     def claims(self, headers: Mapping[str, str]) -> bool:
-        """Whether the headers are this provider's: settles paths that several dialects name, such as `/v1/models`."""
+        """Whether the headers are this provider's: decides paths that several dialects share, such as `/v1/models`."""
         ...
 
 
 @runtime_checkable
-class Referring(Protocol):
-    """A dialect whose requests may name items of earlier answers instead of sending them."""
+class SupportsReferences(Protocol):
+    """A dialect whose requests may reference items of earlier answers instead of sending them."""
 
     def output(self, request: Request, answer: Answer) -> list[Any]:
-        """The items of an answer, as they were written."""
+        """The items of an answer as they were written."""
         ...
 
     def with_references(self, body: dict[str, Any], output: Callable[[str], Sequence[Any] | None]) -> dict[str, Any]:
-        """The body with the items that it refers to; `output` gives those of an answer by its id."""
+        """The body with its references resolved; `output` gives the items of an answer by id."""
         ...

@@ -1,7 +1,7 @@
-"""What headers say about a call: which session, sub-agent or window it is of, and whether it is a retry.
+"""What headers say about a call: its session, sub-agent and context window, and whether it is a retry.
 
-Each harness has its own names for these. For every hint the names are tried in order; the first that carries a usable
-value wins. Hints settle roles and lineage; they never decide a match, so an absent or odd header is no error.
+Each harness has its own header names. For every hint the names are tried in order; the first usable value wins. Hints
+inform roles and lineage; they never decide a match, so an absent or odd header is not an error.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 from towline.conversation import Hints
 
-_LONGEST = 256
-"""A longer value is no identifier, and hints are recorded with every turn."""
+_MAX_LENGTH = 256
+"""Longer values are ignored: they are no identifiers, and hints are recorded with every turn."""
 
 SESSION = (
     "x-claude-code-session-id",
-    # A thread of Codex is what its sub-agents name as their parent; they share one session id.
+    # Sub-agents of Codex name a thread as their parent; they share one session id.
     "thread-id",
     "thread_id",
     "x-session-id",
@@ -38,7 +38,7 @@ _NAMES = frozenset((*SESSION, *PARENT_SESSION, *AGENT, *WINDOW, *IDEMPOTENCY, RE
 
 def read_hints(headers: Mapping[str, str]) -> Hints:
     """The hints of one call; header names are in lower case."""
-    found = {name: value for name, value in headers.items() if name in _NAMES and 0 < len(value) <= _LONGEST}
+    found = {name: value for name, value in headers.items() if name in _NAMES and 0 < len(value) <= _MAX_LENGTH}
     if not found:
         return Hints()
     return Hints(

@@ -1,28 +1,30 @@
-"""Readers of JSON fields that name the field at fault.
+"""Readers of JSON fields whose errors name the invalid field.
 
-Every reader returns the value in the type it promises or raises `BadRequest` whose `param` is the path of the field in
-the client's own notation (`messages[3].tool_calls[0].function.arguments`). Paths are put together only when something
-is wrong. Nothing but `BadRequest` leaves this module, whatever the JSON holds: types are checked before use, `true` is
-no number, and nesting is bounded so that no later comparison or serialisation can exhaust the stack.
+Every reader returns a value of the promised type or raises `BadRequest` whose `param` is the path of the field in the
+client's notation (`messages[3].tool_calls[0].function.arguments`). Paths are built only on errors. Nothing but
+`BadRequest` leaves this module, whatever the JSON holds: types are checked before use, `true` is not a number, and nesting
+is bounded so that no later comparison or serialization can exhaust the stack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import orjson
 
-from towline import exact_json
+from towline.common import exact_json
 from towline.errors import BadRequest
 
 MAX_DEPTH = 128
-"""How deep values that we keep may be nested."""
-_SERIALISER_DEPTH = 254
-"""orjson refuses to write anything deeper, which makes it a depth gauge that runs in C."""
+"""Deepest nesting of values that are kept."""
+_SERIALIZER_DEPTH = 254
+"""orjson refuses anything deeper, which makes it a depth check that runs in C."""
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
-_QUOTED = 60
+_MAX_QUOTED = 60
+_MAX_IGNORED = 64
+"""Most names of ignored fields, and most characters of each, that are recorded."""
 
 
 def path(where: str, key: str) -> str:
@@ -31,7 +33,7 @@ def path(where: str, key: str) -> str:
 
 
 def type_name(value: object) -> str:
-    """What JSON calls the type of a value, with its article."""
+    """The JSON type of a value, with its article."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -46,8 +48,8 @@ def type_name(value: object) -> str:
 
 
 def quoted(value: str) -> str:
-    """A value from the client, short enough for a message."""
-    return f"'{value}'" if len(value) <= _QUOTED else f"'{value[:_QUOTED]}…'"
+    """A value from the client, shortened for an error message."""
+    return f"'{value}'" if len(value) <= _MAX_QUOTED else f"'{value[:_MAX_QUOTED]}…'"
 
 
 def wrong_type(where: str, expected: str, value: object) -> NoReturn:
@@ -65,16 +67,16 @@ def missing(where: str) -> NoReturn:
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Refuses values nested deeper than `MAX_DEPTH`."""
+    """Raise for values nested deeper than `MAX_DEPTH`."""
     if too_deep(value):
-        wrong_value(where, f"it is nested more than {MAX_DEPTH} levels deep or holds what JSON cannot carry")
+        wrong_value(where, f"it is nested more than {MAX_DEPTH} levels deep or holds values that JSON cannot express")
 
 
 def too_deep(value: Any) -> bool:
-    """Whether a JSON value is nested deeper than `MAX_DEPTH` (or is no JSON value at all)."""
-    for _ in range(_SERIALISER_DEPTH - MAX_DEPTH):
+    """Whether a value is nested deeper than `MAX_DEPTH`, or is not a JSON value at all."""
+    for _ in range(_SERIALIZER_DEPTH - MAX_DEPTH):
         value = [value]
-    return not exact_json.writable(value)
+    return not exact_json.is_writable(value)
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def as_text(value: Any, where: str) -> str:
 
 
 def required_text(source: Mapping[str, Any], key: str, where: str = "") -> str:
-    """A string that must be there and not be empty."""
+    """A string that must be present and not empty."""
     value = source.get(key)
     if value is None:
         missing(path(where, key))
@@ -161,10 +163,10 @@ def as_number(value: Any, low: float, high: float, where: str) -> float:
 
 
 def read_arguments(value: Any, where: str) -> dict[str, Any] | str:
-    """The arguments of a call: a JSON object as such or in a string; a string that holds none is kept as it is.
+    """The arguments of a call: a JSON object, given directly or as a string; any other string is kept as it is.
 
-    So is one that could not be written again, which is also where the parsers of replies draw the line: what a model
-    said comes back as it was said.
+    So is one that could not be serialized again; the parsers of replies apply the same limit, so that what a model
+    sampled comes back unchanged.
     """
     if isinstance(value, str):
         try:
@@ -174,10 +176,39 @@ def read_arguments(value: Any, where: str) -> dict[str, Any] | str:
         if not isinstance(parsed, dict):
             return value
         shallow = value.count("{") + value.count("[") <= MAX_DEPTH
-        return parsed if shallow or exact_json.writable([parsed]) else value
+        return parsed if shallow or exact_json.is_writable([parsed]) else value
     if value is None:
         return {}
     if isinstance(value, dict):
         check_depth(value, where)
         return value
     wrong_type(where, "a string or an object", value)
+
+
+def read_stops(stop: Any, where: str, most: int) -> tuple[str, ...]:
+    """Stop sequences: one string or an array of up to `most`."""
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        stop = [stop]
+    if not isinstance(stop, list):
+        wrong_type(where, "a string or an array of strings", stop)
+    if len(stop) > most:
+        wrong_value(where, f"expected at most {most} sequences")
+    for index, sequence in enumerate(stop):
+        if as_text(sequence, f"{where}[{index}]") == "":
+            wrong_value(f"{where}[{index}]", "it is empty")
+    return tuple(stop)
+
+
+def json_source(value: Any) -> bytes:
+    """A value as JSON, to compare it with that of a later request; empty if it cannot be serialized."""
+    try:
+        return exact_json.dumps(value)
+    except TypeError:
+        return b""
+
+
+def ignored_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of ignored fields as they are recorded: sorted, and limited in number and length."""
+    return tuple(name[:_MAX_IGNORED] for name in sorted(names)[:_MAX_IGNORED])

@@ -8,5 +8,5 @@ from towline.dialects.responses import ResponsesDialect
 
 
 def all_dialects() -> list[Dialect]:
-    """Every dialect the gateway serves; the first answers paths that none of them names."""
+    """Every dialect that the gateway serves; the first one answers unknown paths."""
     return [ChatDialect(), ResponsesDialect(), MessagesDialect(), GoogleDialect()]

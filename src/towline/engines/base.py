@@ -1,17 +1,17 @@
-"""The engine interface: token ids in; token ids, logprobs, versions and a finish reason out.
+"""The engine interface: token ids in; token ids, logprobs, policy versions and a finish reason out.
 
 Contract of every engine:
 - `sample` never re-encodes: the prompt is the ids it was given, and `prompt_tokens` echoes how many the model saw.
-- `logprobs[i]` is the natural-log probability of `ids[i]` under the distribution that it was sampled from, in float32.
+- `logprobs[i]` is the natural-log probability of `ids[i]` under the distribution it was sampled from, in float32.
 - `versions[i]` is the policy version whose weights produced `ids[i]`. Key-value caches never cross versions.
-- A stop id that ended the turn is the last of `ids`, with its logprob. A stop string is found in the decoded text; the
-  token that completed it is kept.
-- While paused with `abort`, or when an update interrupts a turn, `sample` returns what it has with `Finish.ABORT`. The
-  caller goes on with `prompt + ids` once `ready()` returns.
-- Tokens are told as they arrive, by `SampleRequest.beat`; time before the model is asked is marked by `waiting`. An engine
-  that cannot see tokens before the turn's end says so (`blind`), and limits the whole turn by a timeout of its own.
-- An engine that cannot be reached any more raises `EngineGone`, with the tokens that had arrived. Any other failure is
-  the turn's own, and would be the same on another engine.
+- A stop id that ended the turn is the last of `ids`, with its logprob. A stop string is matched in the decoded text
+  (`stop_strings.py`); the token that completed it is kept.
+- While paused with `abort`, or when a weight update interrupts a turn, `sample` returns what it has with `Finish.ABORT`.
+  The caller resumes from `prompt + ids` once `ready()` returns.
+- Tokens are reported as they arrive (`SampleRequest.tokens_arrived`); time before the model is called is marked with
+  `suspended`. An engine that sees no token before the end of the turn says so (`not_streamed`) and sets its own timeout.
+- An engine that is lost raises `EngineUnreachable` with the tokens that had arrived. Any other failure belongs to the
+  turn and would be the same on another replica.
 """
 
 from __future__ import annotations
@@ -23,45 +23,49 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from towline.arrays import Floats, Ids
+from towline.common.arrays import Floats, Ids
+from towline.common.images import ImagePlaceholder, PlacedImage
 from towline.conversation import Finish, Media, Reply, Request
-from towline.engines.holds import Holds
-from towline.engines.pulse import Pulse
+from towline.engines.stalls import PauseState, StallDetector
 from towline.errors import EngineError
-from towline.images import Placed, Placeholder
 
 __all__ = [
     "MOVED",
-    "Capture",
+    "TRUNCATED",
+    "AcceptsImages",
+    "CaptureLevel",
     "ContextExceeded",
     "Engine",
-    "EngineGone",
     "EngineInfo",
+    "EngineLoad",
+    "EngineUnreachable",
     "Floats",
+    "HasProbe",
     "Ids",
-    "Load",
-    "Loaded",
     "PauseMode",
-    "Probed",
-    "Reachable",
+    "PoisonTurn",
+    "ReportsHealth",
+    "ReportsLoad",
+    "ReportsOutages",
     "Sample",
     "SampleRequest",
-    "Seeing",
-    "TurnAtFault",
-    "Watched",
 ]
 
 MOVED = "moved"
-"""The flag of a turn that an engine left unfinished and another one went on with."""
+"""Flag of a turn that one engine left unfinished and another one continued."""
+TRUNCATED = "truncated_sampling"
+"""Flag of a turn that was sampled from a truncated distribution (top-p or top-k)."""
 
 
-class Capture(StrEnum):
-    """How much of a turn an engine can report."""
+class CaptureLevel(StrEnum):
+    """How much of a turn an engine can report, the most first."""
 
     TOKENS = "tokens"
     """Ids in, ids and logprobs out: `exact` holds."""
     LOGPROBS = "logprobs"
+    """Logprobs by token text; ids only with the model's own tokenizer at hand."""
     TEXT = "text"
+    """Messages only: nothing of the turn can be trained on."""
 
 
 @dataclass(slots=True)
@@ -81,82 +85,94 @@ class SampleRequest:
     forced: Ids | None = None
     """Ids to emit instead of sampling, scored by the model as if sampled. An engine that cannot score refuses them."""
     id: str = ""
-    """Names the request for `abort`."""
+    """Identifies the request for `abort`."""
     conversation: str = ""
-    """Names the conversation: a pool keeps it on one replica."""
+    """Identifies the conversation: a pool keeps it on one replica."""
     group: str = ""
-    """Names the group of sessions that share a prompt."""
+    """Identifies the group of sessions that share a prompt."""
     session: str = ""
     """The session's id."""
     turn: int = 0
-    """Number of the turn in its session."""
+    """Index of the turn in its session."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The session's."""
+    """The session's metadata."""
     request: Request | None = None
-    """The neutral request, for engines that speak messages or script their replies."""
-    media: tuple[Placed, ...] = ()
-    """The images of the prompt in order, for engines that see (`Seeing`)."""
-    pulse: Pulse | None = None
-    """Beaten with every token that arrives, so that a stall is noticed."""
+    """The neutral request, for engines that take messages or script their replies."""
+    media: tuple[PlacedImage, ...] = ()
+    """The images of the prompt in order, for engines that accept them (`AcceptsImages`)."""
+    stall_detector: StallDetector | None = None
+    """Notified of every token that arrives, so that a stall is noticed."""
 
-    def beat(self, tokens: int = 1) -> None:
-        """Tokens of the turn have arrived."""
-        if self.pulse is not None and tokens:
-            self.pulse.beat(tokens)
+    def check(self, context: int) -> None:
+        """Refuse what no engine with this context could sample."""
+        if len(self.prompt) == 0:
+            raise EngineError("the prompt is empty: at least one token is needed")
+        if len(self.prompt) > context:
+            raise ContextExceeded(f"the prompt has {len(self.prompt)} tokens, the context {context}")
+        if self.max_tokens < 0:
+            raise EngineError(f"max_tokens must not be negative, it is {self.max_tokens}")
 
-    def blind(self) -> None:
-        """The turn comes as a whole: no token of it is seen before its end."""
-        if self.pulse is not None:
-            self.pulse.blind = True
+    def tokens_arrived(self, count: int = 1) -> None:
+        """Report tokens of the turn that have arrived."""
+        if self.stall_detector is not None and count:
+            self.stall_detector.tokens_arrived(count)
 
-    def held_by(self, holds: Holds) -> AbstractContextManager[None]:
-        """Around a turn that waits inside the engine while that is on hold."""
-        return nullcontext() if self.pulse is None else self.pulse.follow(holds)
+    def not_streamed(self) -> None:
+        """Report that the turn arrives as a whole: no token is seen before its end."""
+        if self.stall_detector is not None:
+            self.stall_detector.streamed = False
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Around whatever the turn waits for before the model is asked: the end of a pause, a free replica."""
-        return nullcontext() if self.pulse is None else self.pulse.wait()
+    def suspended(self) -> AbstractContextManager[None]:
+        """Around whatever the turn waits for before the model is called: the end of a pause, a free replica."""
+        return nullcontext() if self.stall_detector is None else self.stall_detector.suspended()
+
+    def suspended_while(self, pauses: PauseState) -> AbstractContextManager[None]:
+        """Around a turn that waits inside the engine while that is paused."""
+        return nullcontext() if self.stall_detector is None else self.stall_detector.suspended_while(pauses)
 
 
 @dataclass(slots=True)
 class Sample:
-    """What was sampled. `ids`, `logprobs` and `versions` have one entry a token."""
+    """What was sampled. `ids`, `logprobs` and `versions` have one entry per token."""
 
     ids: Ids
     logprobs: Floats
     versions: Ids
+    """The policy version that produced each token: stamped by the engine, never by the caller."""
     finish: Finish
     prompt_tokens: int
-    """How many prompt tokens the model was conditioned on; the gateway checks it against what it sent."""
+    """How many prompt tokens the model was conditioned on; the gateway compares it with what it sent."""
     cached_tokens: int = 0
     """How many of them came from a key-value cache."""
     stop_string: str | None = None
     flags: tuple[str, ...] = ()
     """What a trainer must know (`truncated_sampling`, …)."""
     prompt: Ids | None = None
-    """The prompt ids that the engine says the model saw, for engines that take messages and not ids."""
+    """The prompt ids as the engine reports them, for engines that take messages and not ids."""
     reply: Reply | None = None
     """The reply, for engines that parse it themselves."""
 
 
-class EngineGone(EngineError):
-    """The engine cannot be reached any more: connections refused or cut, or answers of a server that is going down."""
+class EngineUnreachable(EngineError):
+    """The engine is lost: connections refused or cut, or responses of a server that is shutting down."""
 
     def __init__(self, message: str, partial: Sample | None = None):
         super().__init__(message)
         self.partial = partial
-        """What had arrived of the turn, for engines that stream; whoever goes on continues from it."""
+        """What had arrived of the turn, for engines that stream; another replica continues from it."""
 
 
-class TurnAtFault(EngineError):
-    """Replicas went away under this turn again and again: it is held to be what kills them, and no outage excuses it."""
+class PoisonTurn(EngineError):
+    """Replica after replica died under this turn: it is taken to be the cause, and no outage excuses it."""
 
 
 class ContextExceeded(EngineError):
-    """The prompt does not fit the engine's context: the policy's doing, and no failure."""
+    """The prompt does not fit the engine's context: caused by the policy, not an infrastructure failure."""
 
 
 class PauseMode(StrEnum):
+    """What happens to turns in flight when an engine is paused."""
+
     DRAIN = "drain"
     """Turns in flight finish; new ones wait."""
     ABORT = "abort"
@@ -168,10 +184,11 @@ class EngineInfo:
     """What an engine is, as found by asking it."""
 
     name: str
-    capture: Capture
+    capture: CaptureLevel
     context: int
     """The longest prompt plus sample, in tokens."""
     vocabulary: int
+    """Number of token ids; 0 if the engine does not report it."""
     details: dict[str, str] = field(default_factory=dict)
 
 
@@ -188,7 +205,7 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Get ready to sample; raises `EngineError` with what to do if that cannot be."""
+        """Get ready to sample; raises `EngineError` with what to do if that is not possible."""
         ...
 
     async def sample(self, request: SampleRequest) -> Sample:
@@ -196,7 +213,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """End the named turns; their `sample` calls return what they have with `Finish.ABORT`."""
+        """End the turns with these request ids; their `sample` calls return what they have with `Finish.ABORT`."""
         ...
 
     async def pause(self, mode: PauseMode = PauseMode.DRAIN, deadline: float | None = None) -> None:
@@ -204,7 +221,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self, version: int | None = None) -> None:
-        """Go on sampling, under `version` if given."""
+        """Continue sampling, under `version` if given."""
         ...
 
     async def ready(self) -> None:
@@ -212,7 +229,7 @@ class Engine(Protocol):
         ...
 
     async def update_weights(self, folder: Path, version: int) -> None:
-        """Replace the weights. No token of an older version is sampled after it returns."""
+        """Replace the weights. No token of an older version is sampled after this returns."""
         ...
 
     async def close(self) -> None:
@@ -221,27 +238,27 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How busy an engine says it is."""
 
     running: int
-    """Turns that are being sampled."""
+    """Turns being sampled."""
     waiting: int
-    """Turns in its own queue."""
+    """Turns in the engine's own queue."""
     kv_usage: float | None = None
-    """The share of its key-value cache that is in use, from 0 to 1; None if it cannot tell."""
+    """The share of its key-value cache in use, from 0 to 1; None if it does not report it."""
 
 
 @runtime_checkable
-class Loaded(Protocol):
-    """An engine that can tell how busy it is."""
+class ReportsLoad(Protocol):
+    """An engine that reports how busy it is."""
 
-    async def load(self) -> Load: ...
+    async def load(self) -> EngineLoad: ...
 
 
 @runtime_checkable
-class Watched(Protocol):
-    """An engine that can be probed from outside."""
+class ReportsHealth(Protocol):
+    """An engine with a health check."""
 
     async def healthy(self) -> bool:
         """Whether it answers; cheap, and never raises."""
@@ -249,21 +266,21 @@ class Watched(Protocol):
 
 
 @runtime_checkable
-class Reachable(Protocol):
-    """An engine that notices by itself when it cannot be reached, without failing a turn."""
+class ReportsOutages(Protocol):
+    """An engine that notices by itself that it is unreachable, without failing a turn."""
 
     @property
-    def trouble(self) -> str:
-        """Why it cannot be reached; empty while it can."""
+    def outage(self) -> str:
+        """Why it is unreachable; empty while it is reachable."""
         ...
 
-    def watch_reach(self, tell: Callable[[str], None]) -> None:
-        """`tell` gets the trouble when the engine cannot be reached, and an empty text when it can again."""
+    def on_outage(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with the reason when the engine becomes unreachable, and with an empty text when it is back."""
         ...
 
 
 @runtime_checkable
-class Probed(Protocol):
+class HasProbe(Protocol):
     """An engine with a probe of its own; any other is probed by sampling one token."""
 
     async def probe(self) -> None:
@@ -272,15 +289,15 @@ class Probed(Protocol):
 
 
 @runtime_checkable
-class Seeing(Protocol):
+class AcceptsImages(Protocol):
     """An engine whose model sees images. In a prompt that it is given, its own placeholder ids stand for each of them;
     `SampleRequest.media` says where."""
 
-    async def render_media(self, media: Sequence[Media]) -> Sequence[Placeholder | None]:
+    async def render_media(self, media: Sequence[Media]) -> Sequence[ImagePlaceholder | None]:
         """What stands for each of these in a prompt; `None` for what the model cannot be shown.
 
         Raises `BadRequest` for what cannot be read or fetched. The same bytes give the same placeholder for as long as
-        the engine runs, on every replica. What `sample` needs beside the ids (pixels) the engine keeps, or makes again
-        from `Placed.media`; it refuses to go on if that gives another key or length.
+        the engine runs, on every replica. What `sample` needs beside the ids (pixels) the engine keeps, or recreates
+        from `PlacedImage.media`; it refuses to continue if that gives another key or length.
         """
         ...

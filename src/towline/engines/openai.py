@@ -1,22 +1,21 @@
-"""Any OpenAI-compatible chat server as an engine: messages in, and as much of the tokens out as it will tell.
+"""Any OpenAI-compatible chat server as an engine: messages in, and as many of the tokens out as it reports.
 
-Such a server renders and encodes by itself, so `exact` cannot hold: its turns are each rendered anew and stitched
-afterwards (builder `merged`), and how far the stitched context is from what the model saw is measured. What the server
-tells is found by asking it:
+Such a server renders and encodes by itself, so `exact` cannot hold: its turns are each rendered from scratch and stitched
+afterwards (builder `merged`), and the distance between the stitched context and what the model saw is measured. What the
+server reports is found by asking it (`CaptureLevel`):
 
 - `tokens`: prompt ids, sampled ids and logprobs (vLLM's `return_token_ids`);
 - `logprobs`: logprobs by token text; ids only with the model's own tokenizer at hand;
 - `text`: neither. Such turns carry messages for offline data and no trained token.
 
-Turns are read as streams where the server streams all that it tells otherwise, so that a stall shows. Of any other server
-a turn comes as a whole, and is limited by `timeout` alone.
+Turns are read as streams where a stream reports as much as a whole response, so that a stall is noticed. From any other
+server a turn arrives as a whole and is limited by `timeout` alone. The server applies stop strings itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,12 @@ import aiohttp
 import numpy as np
 import orjson
 
-from towline import exact_json
-from towline.arrays import Ids
+from towline.common import exact_json
+from towline.common.arrays import Ids
 from towline.conversation import Finish, Message, Reply, Request, ToolCall
-from towline.engines.base import Capture, ContextExceeded, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest
-from towline.engines.chat_stream import Assembly
-from towline.engines.holds import Gate, Holds
-from towline.engines.refusals import refusal, room_beside
-from towline.engines.validation import BadAnswer, check_sample, count, logprob, reading, token_ids
+from towline.engines.base import CaptureLevel, ContextExceeded, EngineInfo, EngineUnreachable, Sample, SampleRequest
+from towline.engines.remote import ActiveTurn, HttpEngine, event_error, remaining_tokens
+from towline.engines.validation import check_sample, logprob, parsing, token_count, token_ids
 from towline.errors import EngineError
 from towline.tokens.tokenizer import Tokenizer
 
@@ -45,172 +42,133 @@ _FINISH = {
 }
 _NONE: Ids = np.empty(0, np.int32)
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-_LINE = 2**24
-"""The longest line of a stream, in bytes."""
+_ROUTE = "/chat/completions"
 _CONTEXT = 1_000_000
-"""The server itself refuses what does not fit."""
+"""Stands for an unknown context: the server itself refuses what does not fit."""
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
-class ChatServerEngine:
+class ChatServerEngine(HttpEngine):
+    _encode = staticmethod(exact_json.dumps)
+    _keep_alive = True
+
     def __init__(
         self, base_url: str, model: str, *, api_key: str = "", tokenizer: Tokenizer | None = None, timeout: float = 600
     ):
-        """`base_url` ends before `/chat/completions`, as OpenAI's clients have it."""
-        self._url = base_url.rstrip("/")
+        """`base_url` ends before `/chat/completions`, as in OpenAI's clients."""
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        super().__init__(base_url.rstrip("/"), headers, aiohttp.ClientTimeout(total=timeout))
         self._model = model
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
         self._tokenizer = tokenizer
-        self._timeout = aiohttp.ClientTimeout(total=timeout)
-        self._streaming = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
+        self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout, sock_read=timeout)
         self._streams = False
-        self._http: aiohttp.ClientSession | None = None
-        self._capture = Capture.TEXT
+        self._capture = CaptureLevel.TEXT
         self._extra: dict[str, Any] = {}
-        self._version = 0
-        self._running = Gate()
-        self._flying: dict[str, asyncio.Task[dict[str, Any]]] = {}
-
-    @property
-    def info(self) -> EngineInfo:
-        size = self._tokenizer.size if self._tokenizer is not None else 0
-        details = {"url": self._url, "model": self._model, "streams": "yes" if self._streams else "no"}
-        return EngineInfo("openai", self._capture, _CONTEXT, size, details)
-
-    @property
-    def holds(self) -> Holds:
-        return self._running.holds
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     async def start(self) -> None:
-        """Ask the server one token and look at what it tells."""
-        self._http = aiohttp.ClientSession(
-            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0), read_bufsize=_LINE
-        )
+        """Request one token and see what the server reports."""
         probe = {"model": self._model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-        wishes: list[dict[str, Any]] = [{"logprobs": True, "return_token_ids": True}, {"logprobs": True}, {}]
-        refusal: EngineError | None = None
-        for extra in wishes:
+        extras: list[dict[str, Any]] = [{"logprobs": True, "return_token_ids": True}, {"logprobs": True}, {}]
+        refused: EngineError | None = None
+        for extra in extras:
             try:
                 answer = await self._post({**probe, **extra})
             except EngineError as error:
-                refusal = error
+                refused = error
                 continue
             self._extra = extra
-            with reading(self._url, answer):
-                self._capture = _level(answer)
+            with parsing(self.url, answer):
+                self._capture = _capture_level(answer)
             self._streams = await self._streams_all({**probe, **extra})
+            size = self._tokenizer.size if self._tokenizer is not None else 0
+            details = {"url": self.url, "model": self._model, "streams": "yes" if self._streams else "no"}
+            self._info = EngineInfo("openai", self._capture, _CONTEXT, size, details)
             return
-        raise EngineError(f"{self._url} does not answer chat completions: {refusal}")
+        raise EngineError(f"{self.url} does not answer chat completions: {refused}")
 
     async def _streams_all(self, probe: Mapping[str, Any]) -> bool:
-        """Whether a stream tells as much of a turn as a whole answer."""
+        """Whether a stream reports as much of a turn as a whole response."""
         try:
-            answer = await self._streamed(probe, lambda tokens: None)
+            answer = await self._post_streamed(probe, lambda tokens: None)
         except EngineError:
             return False
-        with reading(self._url, answer):
-            return _level(answer) is self._capture
+        with parsing(self.url, answer):
+            return _capture_level(answer) is self._capture
 
     async def _post(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        async with self._asked(body, self._timeout) as response:
+        async with self._request("POST", _ROUTE, body, self._turn_timeout) as response:
             data = await response.read()
-        with reading(self._route, data):
+        with parsing(self.url + _ROUTE, data):
             answer = exact_json.loads(data)
             if not isinstance(answer["choices"][0]["message"], dict):
                 raise TypeError("no chat completion")
             return dict(answer)
 
-    async def _streamed(self, body: Mapping[str, Any], beat: Callable[[int], None]) -> dict[str, Any]:
-        """The whole answer, read as a stream; `beat` is told of tokens as they come."""
-        made = Assembly()
-        async with self._asked({**body, **_STREAM}, self._streaming) as response:
+    async def _post_streamed(self, body: Mapping[str, Any], on_tokens: Callable[[int], None]) -> dict[str, Any]:
+        """The whole response, read as a stream; `on_tokens` is called as tokens arrive."""
+        assembler, route = StreamAssembler(), self.url + _ROUTE
+        async with self._request("POST", _ROUTE, {**body, **_STREAM}, self._stream_timeout) as response:
             if response.content_type != "text/event-stream":
-                raise EngineError(f"{self._route} answered no stream, but {response.content_type}")
-            async for line in response.content:
+                raise EngineError(f"{route} answered no stream, but {response.content_type}")
+            async for line in self._lines(response):
                 data = line[5:].strip() if line.startswith(b"data:") else b""
                 if data == b"[DONE]":
                     break
                 if data:
-                    with reading(self._route, data):
+                    with parsing(route, data):
                         event = exact_json.loads(data)
-                        if event.get("error") or event.get("object") == "error":
-                            raise ValueError("it is an error")
-                        beat(made.feed(event))
-        if not made.finished:
-            raise EngineGone(f"{self._route} ended a turn in the middle")
-        return made.answer()
+                        if error := event_error(route, event, data):
+                            raise error
+                        on_tokens(assembler.feed(event))
+        if not assembler.finished:
+            raise EngineUnreachable(f"{route} ended a turn in the middle")
+        return assembler.answer()
 
-    @property
-    def _route(self) -> str:
-        return f"{self._url}/chat/completions"
-
-    @contextlib.asynccontextmanager
-    async def _asked(
-        self, body: Mapping[str, Any], limit: aiohttp.ClientTimeout
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer with status 200; any other is an error that quotes it."""
-        if self._http is None:
-            raise EngineError("the engine was not started")
-        data = exact_json.dumps(body)
-        try:
-            async with self._http.post(self._route, data=data, headers=self._headers, timeout=limit) as response:
-                if response.status != 200:
-                    raise refusal(self._route, response.status, await response.read())
-                yield response
-        except TimeoutError as error:
-            raise EngineError(f"{self._route} has not answered in time") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise EngineGone(f"{self._route}: {error or type(error).__name__}") from error
-        except ValueError as error:
-            raise BadAnswer(f"{self._route} sent a line of more than {_LINE} bytes") from error
+    def _timeout_error(self, url: str, error: TimeoutError) -> EngineError:
+        """A provider that is slow is not lost: the turn alone fails."""
+        return EngineError(f"{url} has not answered in time")
 
     async def sample(self, request: SampleRequest) -> Sample:
         if request.request is None:
             raise EngineError("a chat server needs messages")
-        with request.waiting():
-            await self._running.wait()
-        task = asyncio.get_running_loop().create_task(self._answered(request, self._body(request, request.request)))
-        self._flying[request.id] = task
+        with request.suspended():
+            await self._gate.wait()
+        turn = ActiveTurn(request, self._version)
+        task = turn.task = asyncio.create_task(self._answer(request, self._body(request, request.request)))
+        self._active.add(turn)
         try:
-            answer = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            aborted = task.cancelled()
-            task.cancel()
-            if not aborted:
-                raise
-            return _aborted()
+            await asyncio.wait((task,))
         finally:
-            self._flying.pop(request.id, None)
-        with reading(self._url, answer):
+            task.cancel()
+            self._active.discard(turn)
+        if task.cancelled():
+            return _aborted()
+        answer = task.result()
+        with parsing(self.url, answer):
             sample = self._read(answer)
         return check_sample(sample, request, self.info.vocabulary)
 
-    async def _answered(self, request: SampleRequest, body: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer. It counts `max_tokens` against a context that it does not tell beforehand: a refusal for that
-        alone is no prompt that is too long, and the turn is asked for again with the room that there is."""
+    async def _answer(self, request: SampleRequest, body: dict[str, Any]) -> dict[str, Any]:
+        """The server's response. It counts `max_tokens` against a context that it does not report beforehand: a refusal
+        for that alone does not mean that the prompt is too long, and the turn is retried with the room there is."""
         try:
-            return await self._ask(request, body)
+            return await self._call(request, body)
         except ContextExceeded as refused:
-            room = room_beside(refused)
+            room = remaining_tokens(refused)
             if room is not None and not 0 < room < request.max_tokens:
                 raise
             if room is not None:
-                return await self._ask(request, body | {"max_tokens": room})
-            await self._ask(request, body | {"max_tokens": 1})
+                return await self._call(request, body | {"max_tokens": room})
+            await self._call(request, body | {"max_tokens": 1})
             raise EngineError(
                 f"the server refuses max_tokens={request.max_tokens} beside a prompt that fits: lower "
                 f"session.sampling.max_tokens ({refused})"
             ) from refused
 
-    async def _ask(self, request: SampleRequest, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _call(self, request: SampleRequest, body: Mapping[str, Any]) -> dict[str, Any]:
         if self._streams:
-            return await self._streamed(body, request.beat)
-        request.blind()
+            return await self._post_streamed(body, request.tokens_arrived)
+        request.not_streamed()
         return await self._post(body)
 
     def _body(self, request: SampleRequest, asked: Request) -> dict[str, Any]:
@@ -239,25 +197,25 @@ class ChatServerEngine:
             raise ValueError(f"the finish reason {reason!r} is not one of {', '.join(_FINISH)}")
         if (finish := _FINISH[reason]) is Finish.ABORT:
             return _aborted()
-        told = _logprobs(choice)
+        reported = _logprobs(choice)
         ids, prompt, flags = _NONE, _NONE, ["rendered_elsewhere"]
-        if self._capture is Capture.TOKENS:
+        if self._capture is CaptureLevel.TOKENS:
             size = self.info.vocabulary
             ids = np.asarray(token_ids(choice.get("token_ids"), size), np.int32)
             given = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
             prompt = np.asarray(token_ids(given, size), np.int32)
             if not len(ids) or not len(prompt):
                 raise ValueError(f"it holds {len(prompt)} prompt ids and {len(ids)} sampled ids")
-        elif self._capture is Capture.LOGPROBS and self._tokenizer is not None:
-            known = [self._tokenizer.id_of_text(token) for token, _ in told]
-            # Tokens that the server kept to itself, but for an end of turn, leave a hole in the row.
-            sampled = count((answer.get("usage") or {}).get("completion_tokens") or 0, "completion_tokens")
+        elif self._capture is CaptureLevel.LOGPROBS and self._tokenizer is not None:
+            known = [self._tokenizer.id_of_text(token) for token, _ in reported]
+            # Tokens that the server does not report, other than the end of turn, leave a gap in the row.
+            sampled = token_count((answer.get("usage") or {}).get("completion_tokens") or 0, "completion_tokens")
             if all(id is not None for id in known) and len(known) + 1 >= sampled:
                 ids = np.asarray(known, np.int32)
                 flags.append("ids_from_text")
-        logprobs = np.asarray([value for _, value in told], np.float32)
+        logprobs = np.asarray([value for _, value in reported], np.float32)
         if len(logprobs) != len(ids):
-            if self._capture is Capture.TOKENS:
+            if self._capture is CaptureLevel.TOKENS:
                 raise ValueError(f"it holds {len(ids)} sampled ids and {len(logprobs)} logprobs")
             ids, logprobs = _NONE, np.empty(0, np.float32)
             flags.append("no_ids")
@@ -273,49 +231,84 @@ class ChatServerEngine:
             reply=_reply(choice["message"], finish),
         )
 
-    async def abort(self, ids: Sequence[str]) -> None:
-        for id in ids:
-            if id in self._flying:
-                self._flying[id].cancel()
-
-    async def pause(self, mode: PauseMode = PauseMode.DRAIN, deadline: float | None = None) -> None:
-        """No request crosses an update: with `abort`, those in flight are given up and sampled anew afterwards."""
-        self._running.clear()
-        if mode is PauseMode.DRAIN and self._flying:
-            await asyncio.wait(list(self._flying.values()), timeout=deadline)
-        flying = list(self._flying.values())
-        await self.abort(list(self._flying))
-        await asyncio.gather(*flying, return_exceptions=True)
-
-    async def resume(self, version: int | None = None) -> None:
-        if version is not None:
-            self._version = version
-        self._running.set()
-
-    async def ready(self) -> None:
-        await self._running.wait()
-
     async def update_weights(self, folder: Path, version: int) -> None:
         raise EngineError("a chat server's weights cannot be replaced from here: pause, replace them there, resume")
 
-    async def close(self) -> None:
-        await self.abort(list(self._flying))
-        if self._http is not None:
-            with contextlib.suppress(aiohttp.ClientError):
-                await self._http.close()
+
+class StreamAssembler:
+    """Assembles a streamed chat completion into what the server would have sent as a whole (its first choice)."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self._fields: dict[str, Any] = {}
+        self._texts: dict[str, str] = {}
+        self._calls: dict[int, dict[str, Any]] = {}
+        self._ids: list[Any] = []
+        self._logprobs: list[Any] = []
+        self._choice: dict[str, Any] = {"index": 0}
+
+    def feed(self, event: Mapping[str, Any]) -> int:
+        """Add one event; returns how many tokens it carried, at least 1 if it carried any part of the reply."""
+        for name in ("id", "model", "usage", "prompt_token_ids"):
+            if event.get(name) is not None:
+                self._fields[name] = event[name]
+        return sum(self._add_choice(choice) for choice in event.get("choices") or () if not choice.get("index"))
+
+    def _add_choice(self, choice: Mapping[str, Any]) -> int:
+        delta = choice.get("delta") or {}
+        for name in _TEXTS:
+            if delta.get(name):
+                self._texts[name] = self._texts.get(name, "") + delta[name]
+        for call in delta.get("tool_calls") or ():
+            self._add_call(call)
+        ids, logprobs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("content") or []
+        self._ids += ids
+        self._logprobs += logprobs
+        if choice.get("prompt_token_ids"):
+            self._fields["prompt_token_ids"] = choice["prompt_token_ids"]
+        if choice.get("finish_reason") is not None:
+            self._choice |= {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
+            self.finished = True
+        said = any(delta.get(name) for name in (*_TEXTS, "tool_calls"))
+        return len(ids) or len(logprobs) or int(said)
+
+    def _add_call(self, part: Mapping[str, Any]) -> None:
+        # Servers that send calls whole may omit the index: each is then a separate call.
+        index = part.get("index")
+        call = self._calls.setdefault(len(self._calls) if index is None else int(index), {"type": "function"})
+        if part.get("id"):
+            call["id"] = part["id"]
+        function = call.setdefault("function", {"name": "", "arguments": ""})
+        given = part.get("function") or {}
+        function["name"] = given.get("name") or function["name"]
+        function["arguments"] += given.get("arguments") or ""
+
+    def answer(self) -> dict[str, Any]:
+        """The assembled completion."""
+        message: dict[str, Any] = {"role": "assistant", "content": None, **self._texts}
+        if self._calls:
+            message["tool_calls"] = [self._calls[index] for index in sorted(self._calls)]
+        choice = {
+            **self._choice,
+            "message": message,
+            "logprobs": {"content": self._logprobs} if self._logprobs else None,
+        }
+        if self._ids:
+            choice["token_ids"] = self._ids
+        return {**self._fields, "choices": [choice]}
 
 
 def _aborted() -> Sample:
-    """A turn that is sampled anew: such a server cannot take half a reply."""
+    """A turn that is sampled from scratch later: such a server cannot continue half a reply."""
     return Sample(_NONE, np.empty(0, np.float32), _NONE, Finish.ABORT, 0, prompt=_NONE)
 
 
-def _level(answer: Mapping[str, Any]) -> Capture:
+def _capture_level(answer: Mapping[str, Any]) -> CaptureLevel:
     choice = answer["choices"][0]
     has_prompt = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
     if choice.get("token_ids") and has_prompt and _logprobs(choice):
-        return Capture.TOKENS
-    return Capture.LOGPROBS if _logprobs(choice) else Capture.TEXT
+        return CaptureLevel.TOKENS
+    return CaptureLevel.LOGPROBS if _logprobs(choice) else CaptureLevel.TEXT
 
 
 def _logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -325,11 +318,11 @@ def _logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 def _cached(answer: Mapping[str, Any]) -> int:
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    return count(details.get("cached_tokens") or 0, "cached_tokens")
+    return token_count(details.get("cached_tokens") or 0, "cached_tokens")
 
 
 def message_json(message: Message) -> dict[str, Any]:
-    """A neutral message as OpenAI's chat completions have it."""
+    """A neutral message in the format of OpenAI's chat completions."""
     fields: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.media:
         parts: list[dict[str, Any]] = [{"type": "text", "text": message.text}] if message.text else []

@@ -1,18 +1,21 @@
-"""What engines behind HTTP share: the connection, the pause gate, the turns in flight, and the weight version.
+"""What engines behind HTTP share: the connection, the pause gate, the turns in flight, and the policy version.
 
-A turn is read as a stream, token by token, into a `Flight`. Whatever ends it early leaves there what had arrived: an
-abort returns it with `Finish.ABORT`, a server that is lost raises `EngineGone` with it. Giving a stream up closes its
+`HttpEngine` is the part that every such engine has; `RemoteEngine` adds what servers share that take token ids. A turn is
+read as a stream, token by token, into an `ActiveTurn`. Whatever ends it early leaves there what had arrived: an abort
+returns it with `Finish.ABORT`, a lost server raises `EngineUnreachable` with it. Cancelling a stream closes its
 connection, which is how the server learns that the turn is over.
 
-Invariant: weights change only while nothing is in flight, so all tokens of a flight are of one version, unless the server
-itself says otherwise.
+Invariant: weights change only while nothing is in flight, so all tokens of a turn have one policy version (stamped in
+`ActiveTurn.sample`), unless the server itself reports otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+import re
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,22 +25,97 @@ import numpy as np
 import orjson
 
 from towline.conversation import Finish
-from towline.engines.base import ContextExceeded, EngineGone, EngineInfo, PauseMode, Sample, SampleRequest
-from towline.engines.holds import Gate, Holds
-from towline.engines.refusals import Refused, refusal
-from towline.engines.validation import BadAnswer, check_sample, quote
+from towline.engines.base import (
+    TRUNCATED,
+    ContextExceeded,
+    EngineInfo,
+    EngineUnreachable,
+    PauseMode,
+    Sample,
+    SampleRequest,
+)
+from towline.engines.stalls import PauseGate, PauseState
+from towline.engines.validation import InvalidResponse, check_sample, excerpt
 from towline.errors import EngineError
 
-TRUNCATED = "truncated_sampling"
-_FIELDS = (b":", b"event", b"id", b"retry")
-"""How the other lines of an event stream begin."""
-_LINE = 2**24
+_MAX_LINE = 2**24
 """The longest line of a stream, in bytes."""
+_OTHER_FIELDS = (b":", b"event", b"id", b"retry")
+"""How the lines of an event stream begin that carry no data."""
+_UNREACHABLE = frozenset({502, 503, 504})
+"""Statuses of a server that is shutting down, or of a proxy that has lost it."""
+_TOO_LONG = re.compile(
+    r"context_length_exceeded|exceed_context_size|maximum context length|max_model_len|string_above_max_length|"
+    r"longer than the (?:model|maximum|context)|exceeds? the (?:available |maximum |model'?s? )*context|"
+    r"(?:prompt|input) is too long|too many (?:prompt|input) tokens|reduce the length of the (?:messages|prompt|input)",
+    re.IGNORECASE,
+)
+"""How vLLM, SGLang, llama.cpp, TGI and OpenAI-compatible providers refuse a prompt that does not fit."""
+_CONTEXT = re.compile(r"maximum context length (?:is|of) (\d+)|n_ctx\W+(\d+)|context size \((\d+)", re.IGNORECASE)
+_PROMPT = re.compile(
+    r"\((\d+) in the (?:messages|prompt)|has (?:at least )?(\d+) input tokens|resulted in (\d+) tokens|"
+    r"n_prompt_tokens\W+(\d+)|request \((\d+) tokens",
+    re.IGNORECASE,
+)
+"""Where such a refusal gives the length of the context, and that of the prompt."""
+_REFUSALS = ("context_length_exceeded", "string_above_max_length", "invalid_prompt", "invalid_request_error")
+"""Error codes of OpenAI that blame the request; any other name is the server's failure."""
+_SHOWN = 400
+"""Bytes of a refusal that an error quotes."""
+
+
+class HttpStatusError(EngineError):
+    """The server responded with a status other than 200."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+def status_error(url: str, status: int, data: bytes) -> EngineError:
+    """The error for a response with this status; it quotes the response."""
+    shown = " ".join(data[:_SHOWN].decode("utf-8", "replace").split())
+    message = f"{url} answered {status}: {shown}"
+    if status in _UNREACHABLE:
+        return EngineUnreachable(message)
+    if 400 <= status < 500 and status != 429 and _TOO_LONG.search(shown):
+        return ContextExceeded(message)
+    return HttpStatusError(message, status)
+
+
+def event_error(url: str, event: Mapping[str, Any], data: bytes) -> EngineError | None:
+    """The error that an event of a stream reports; None if it reports none."""
+    error = event.get("error") or (event if event.get("object") == "error" else None)
+    if not error:
+        return None
+    code = error.get("code") if isinstance(error, Mapping) else None
+    if isinstance(code, str):
+        code = int(code) if code.isascii() and code.isdecimal() else 400 if code in _REFUSALS else 500
+    return status_error(url, code if isinstance(code, int) else 500, data)
+
+
+def remaining_tokens(refused: ContextExceeded) -> int | None:
+    """How many tokens fit after the prompt, according to the refusal; None if it does not say."""
+    context, prompt = (found.search(str(refused)) for found in (_CONTEXT, _PROMPT))
+    if context is None or prompt is None:
+        return None
+    return int(next(filter(None, context.groups()))) - int(next(filter(None, prompt.groups())))
+
+
+def parse_json(data: bytes, url: str) -> dict[str, Any]:
+    """A JSON object that a server sent."""
+    try:
+        answer = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise InvalidResponse(f"{url} sent no JSON: {error}; it begins: {excerpt(data)}") from error
+    if not isinstance(answer, dict):
+        raise InvalidResponse(f"{url} sent no JSON object; it begins: {excerpt(data)}")
+    return answer
 
 
 @dataclass(slots=True)
-class Stats:
-    """Counters since the engine was made."""
+class RemoteStats:
+    """Counters since the engine was created."""
 
     turns: int = 0
     decoded_tokens: int = 0
@@ -45,27 +123,27 @@ class Stats:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """A turn in flight and what has arrived of it; an engine's reader fills it in."""
+class ActiveTurn:
+    """A turn in flight and what has arrived of it; the engine's reader fills it in."""
 
     request: SampleRequest
     version: int
-    """Of the weights, when it began."""
+    """Policy version of the weights when the turn began."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """As many as ids if the server tells, else none."""
+    """One per id if the server reports them, else empty."""
     finish: Finish | None = None
     prompt_tokens: int | None = None
     """As the server counted them."""
     cached_tokens: int = 0
     stop_string: str | None = None
     vocabulary: int = 0
-    """How many ids there are to sample; 0 if that is not known."""
-    task: asyncio.Task[None] | None = None
+    """Size of the vocabulary; 0 if unknown."""
+    task: asyncio.Task[Any] | None = None
 
     def sample(self) -> Sample:
-        """What there is; a turn that has not ended was aborted."""
+        """What has arrived, each token stamped with its policy version; a turn that has not ended was aborted."""
         request = self.request
         versions = self.versions or [self.version] * len(self.ids)
         return Sample(
@@ -80,28 +158,24 @@ class Flight:
         )
 
 
-class RemoteEngine:
-    """Base of engines behind HTTP. One writes `start`, `_read` and, where weights can be replaced, `_push`."""
+class HttpEngine:
+    """One server: requests to it, the pause gate and the turns in flight."""
 
-    def __init__(self, url: str, *, api_key: str = "", timeout: float = 3600.0, patience: float = 60.0):
-        """
-        `url`: where the server listens, with or without `/v1`.
-        `timeout`: the longest that one turn or one weight update may take, in seconds.
-        `patience`: the longest that any other call may take.
-        """
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.stats = Stats()
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=patience)
-        self._patience = aiohttp.ClientTimeout(total=patience)
+    _encode: Callable[[Any], bytes] = staticmethod(orjson.dumps)
+    _keep_alive = False
+    """By default one connection per request: one that the server has just closed as idle would look like a dead server."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], turn_timeout: aiohttp.ClientTimeout):
+        self.url = url
+        self._headers = dict(headers)
+        self._turn_timeout = turn_timeout
         self._http: aiohttp.ClientSession | None = None
         self._info: EngineInfo | None = None
         self._version = 0
-        self._gate = Gate()
-        self._held = False
-        """Paused by a caller, and not only for an update."""
-        self._updating = asyncio.Lock()
-        self._flights: set[Flight] = set()
+        self._gate = PauseGate()
+        self._paused_by_caller = False
+        """As opposed to paused for a weight update."""
+        self._active: set[ActiveTurn] = set()
         self._closed = False
 
     @property
@@ -115,200 +189,209 @@ class RemoteEngine:
         return self._version
 
     @property
-    def holds(self) -> Holds:
-        return self._gate.holds
-
-    async def start(self) -> None:
-        raise NotImplementedError
-
-    async def sample(self, request: SampleRequest) -> Sample:
-        self._check(request)
-        with request.waiting():
-            await self._gate.wait()
-        flight = Flight(request, self._version, vocabulary=self.info.vocabulary)
-        if self._limit(request) == 0:
-            flight.finish = Finish.LENGTH
-            return flight.sample()
-        task = flight.task = asyncio.create_task(self._read(flight))
-        self._flights.add(flight)
-        try:
-            await asyncio.wait((task,))
-        finally:
-            # Also when this call is cancelled: the stream is closed, and the server ends the turn.
-            task.cancel()
-            self._flights.discard(flight)
-            self.stats.turns += 1
-        return await self._landed(flight, task)
-
-    async def _landed(self, flight: Flight, task: asyncio.Task[None]) -> Sample:
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Refused) and error.status >= 500 and not await self.healthy():
-            error = EngineGone(str(error))
-        if error is None and flight.finish is None and not task.cancelled():
-            error = EngineGone(f"{self.url} ended a turn in the middle")
-        if isinstance(error, EngineGone):
-            raise EngineGone(str(error), flight.sample() if flight.ids else None) from error
-        if error is not None:
-            raise error
-        self.stats.aborted += flight.finish in (None, Finish.ABORT)
-        return check_sample(flight.sample(), flight.request, flight.vocabulary)
+    def pauses(self) -> PauseState:
+        return self._gate.pauses
 
     async def abort(self, ids: Sequence[str]) -> None:
         names = frozenset(ids)
-        await self._give_up([flight for flight in self._flights if flight.request.id in names])
+        await self._cancel([turn for turn in self._active if turn.request.id in names])
 
-    async def _give_up(self, flights: Iterable[Flight]) -> None:
-        tasks = [flight.task for flight in flights if flight.task is not None]
+    async def _cancel(self, turns: Iterable[ActiveTurn]) -> None:
+        tasks = [turn.task for turn in turns if turn.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
     async def pause(self, mode: PauseMode = PauseMode.DRAIN, deadline: float | None = None) -> None:
-        self._held = True
+        self._paused_by_caller = True
         await self._stop(mode, deadline)
 
     async def _stop(self, mode: PauseMode, deadline: float | None) -> None:
-        """Close the gate and empty the air."""
+        """Close the gate and end every turn in flight."""
         self._gate.clear()
-        tasks = [flight.task for flight in self._flights if flight.task is not None]
+        tasks = [turn.task for turn in self._active if turn.task is not None]
         if mode is PauseMode.DRAIN and tasks:
             await asyncio.wait(tasks, timeout=deadline)
-        await self._give_up(list(self._flights))
+        await self._cancel(list(self._active))
 
     async def resume(self, version: int | None = None) -> None:
         if version is not None:
             self._version = version
-        self._held = False
+        self._paused_by_caller = False
         self._gate.set()
 
     async def ready(self) -> None:
         await self._gate.wait()
 
-    async def update_weights(self, folder: Path, version: int) -> None:
-        """Abort what is in flight, replace the weights and check them.
-
-        An engine that a caller paused stays paused. One whose update fails does too, until another update or `resume`:
-        nobody knows what it would sample from. What can be refused before anything is touched leaves it as it was.
-        """
-        async with self._updating:
-            await self._vet(folder)
-            await self._stop(PauseMode.ABORT, None)
-            await self._push(folder, version)
-            self._version = version
-            if not self._held:
-                await self.resume()
-
     async def close(self) -> None:
-        await self._give_up(list(self._flights))
+        await self._cancel(list(self._active))
         self._closed = True
         if self._http is not None:
             await self._http.close()
 
+    @contextlib.asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: Any, limit: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response with status 200; raises `HttpStatusError` for others, `EngineUnreachable` if the server is lost."""
+        url = f"{self.url}{path}"
+        data = None if body is None else self._encode(body)
+        headers = {} if body is None else {"content-type": "application/json"}
+        try:
+            async with self._client().request(method, url, data=data, headers=headers, timeout=limit) as response:
+                if response.status != 200:
+                    raise status_error(url, response.status, await response.read())
+                yield response
+        except TimeoutError as error:
+            raise self._timeout_error(url, error) from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise EngineUnreachable(f"{url}: {error or type(error).__name__}") from error
+
+    def _timeout_error(self, url: str, error: TimeoutError) -> EngineError:
+        return EngineUnreachable(f"{url}: {error or type(error).__name__}")
+
+    async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        while True:
+            try:
+                line = await response.content.readline()
+            except ValueError as error:
+                raise InvalidResponse(f"{response.url} sent a line of more than {_MAX_LINE} bytes") from error
+            if not line:
+                return
+            yield line
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise EngineError(f"the engine at {self.url} is closed")
+        if self._http is None:
+            connector = aiohttp.TCPConnector(limit=0, force_close=not self._keep_alive)
+            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers, read_bufsize=_MAX_LINE)
+        return self._http
+
+
+class RemoteEngine(HttpEngine, ABC):
+    """Base of servers that take token ids. Subclasses write `start`, `_read` and, where weights can be replaced,
+    `_load_weights`."""
+
+    def __init__(self, url: str, *, api_key: str = "", timeout: float = 3600.0, patience: float = 60.0):
+        """
+        `url`: where the server listens, with or without `/v1`.
+        `timeout`: limit of one turn or one weight update, in seconds.
+        `patience`: limit of any other call, in seconds.
+        """
+        super().__init__(
+            url.rstrip("/").removesuffix("/v1"),
+            {"authorization": f"Bearer {api_key}"} if api_key else {},
+            aiohttp.ClientTimeout(total=timeout, sock_connect=patience),
+        )
+        self.stats = RemoteStats()
+        self._call_timeout = aiohttp.ClientTimeout(total=patience)
+        self._updating = asyncio.Lock()
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Find out what the server offers, before the first turn."""
+
+    async def sample(self, request: SampleRequest) -> Sample:
+        self._check(request)
+        with request.suspended():
+            await self._gate.wait()
+        turn = ActiveTurn(request, self._version, vocabulary=self.info.vocabulary)
+        if self._token_limit(request) == 0:
+            turn.finish = Finish.LENGTH
+            return turn.sample()
+        task = turn.task = asyncio.create_task(self._read(turn))
+        self._active.add(turn)
+        try:
+            await asyncio.wait((task,))
+        finally:
+            # Also when this call is cancelled: closing the stream makes the server end the turn.
+            task.cancel()
+            self._active.discard(turn)
+            self.stats.turns += 1
+        return await self._finish(turn, task)
+
+    async def _finish(self, turn: ActiveTurn, task: asyncio.Task[None]) -> Sample:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, HttpStatusError) and error.status >= 500 and not await self.healthy():
+            error = EngineUnreachable(str(error))
+        if error is None and turn.finish is None and not task.cancelled():
+            error = EngineUnreachable(f"{self.url} ended a turn in the middle")
+        if isinstance(error, EngineUnreachable):
+            raise EngineUnreachable(str(error), turn.sample() if turn.ids else None) from error
+        if error is not None:
+            raise error
+        self.stats.aborted += turn.finish in (None, Finish.ABORT)
+        return check_sample(turn.sample(), turn.request, turn.vocabulary)
+
+    async def update_weights(self, folder: Path, version: int) -> None:
+        """Abort what is in flight, replace the weights and check them.
+
+        An engine that a caller paused stays paused. So does one whose update fails, until another update or `resume`:
+        its weights are unknown. What can be refused before anything is touched leaves the engine as it was.
+        """
+        async with self._updating:
+            await self._validate_weights(folder)
+            await self._stop(PauseMode.ABORT, None)
+            await self._load_weights(folder, version)
+            self._version = version
+            if not self._paused_by_caller:
+                await self.resume()
+
     async def healthy(self) -> bool:
-        """Whether `/health` says so."""
+        """Whether `/health` responds with 200."""
         try:
             await self._get("/health")
         except EngineError:
             return False
         return True
 
-    async def _read(self, flight: Flight) -> None:
-        """Ask the server for the turn and note what comes, until its end."""
-        raise NotImplementedError
+    @abstractmethod
+    async def _read(self, turn: ActiveTurn) -> None:
+        """Request the turn from the server and record what arrives, until its end."""
 
-    async def _vet(self, folder: Path) -> None:
-        """Raise `EngineError` for weights of which it is clear beforehand that they cannot be taken."""
+    async def _validate_weights(self, folder: Path) -> None:
+        """Raise `EngineError` for weights that clearly cannot be loaded, before anything is touched."""
 
-    async def _push(self, folder: Path, version: int) -> None:
+    async def _load_weights(self, folder: Path, version: int) -> None:
         """Replace the weights, while nothing is in flight."""
         raise EngineError(f"the weights of {self.url} cannot be replaced from here: pause, replace them there, resume")
 
     def _check(self, request: SampleRequest) -> None:
-        """Refuse what no server could do, before it is asked."""
-        length, context, vocabulary = len(request.prompt), self.info.context, self.info.vocabulary
-        if length == 0:
-            raise EngineError("the prompt is empty: at least one token is needed")
-        if length > context:
-            raise ContextExceeded(f"the prompt has {length} tokens, the context {context}")
-        if request.max_tokens < 0:
-            raise EngineError(f"max_tokens must not be negative, it is {request.max_tokens}")
-        smallest, largest = int(np.min(request.prompt)), int(np.max(request.prompt))
+        """Refuse what no server could do, before calling it."""
+        request.check(self.info.context)
+        smallest, largest, vocabulary = int(np.min(request.prompt)), int(np.max(request.prompt)), self.info.vocabulary
         if smallest < 0 or (vocabulary and largest >= vocabulary):
             raise EngineError(f"the prompt has ids from {smallest} to {largest}, the vocabulary has {vocabulary} ids")
 
-    def _limit(self, request: SampleRequest) -> int:
-        """How many tokens the turn may have: what was asked, or what is left of the context."""
+    def _token_limit(self, request: SampleRequest) -> int:
+        """The most tokens that the turn may have: what was requested, or what is left of the context."""
         return min(request.max_tokens, self.info.context - len(request.prompt))
 
     async def _get(self, path: str, *, long: bool = False) -> bytes:
-        async with self._asked("GET", path, None, self._timeout if long else self._patience) as response:
+        async with self._request("GET", path, None, self._turn_timeout if long else self._call_timeout) as response:
             return await response.read()
 
     async def _post(self, path: str, body: Any = None, *, long: bool = False) -> bytes:
-        async with self._asked("POST", path, body, self._timeout if long else self._patience) as response:
+        async with self._request("POST", path, body, self._turn_timeout if long else self._call_timeout) as response:
             return await response.read()
 
-    async def _events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
-        """The events of a stream, up to `[DONE]`; an event that tells an error is raised."""
-        async with self._asked("POST", path, body, self._timeout) as response:
+    async def _json(self, path: str) -> dict[str, Any]:
+        return parse_json(await self._get(path), self.url + path)
+
+    async def _stream(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
+        """The events of a stream, up to `[DONE]`; an error event is raised."""
+        async with self._request("POST", path, body, self._turn_timeout) as response:
             async for line in self._lines(response):
                 if not line.startswith(b"data:"):
-                    if line.strip() and not line.startswith(_FIELDS):
-                        raise BadAnswer(f"{self.url}{path} sent no event stream; it begins: {quote(line)}")
+                    if line.strip() and not line.startswith(_OTHER_FIELDS):
+                        raise InvalidResponse(f"{self.url}{path} sent no event stream; it begins: {excerpt(line)}")
                     continue
                 data = line[5:].strip()
                 if data == b"[DONE]":
                     return
-                event = decoded(data, f"{self.url}{path}")
-                if error := event.get("error"):
-                    code = error.get("code") if isinstance(error, Mapping) else None
-                    raise refusal(f"{self.url}{path}", code if isinstance(code, int) else 500, data)
+                event = parse_json(data, f"{self.url}{path}")
+                if error := event_error(f"{self.url}{path}", event, data):
+                    raise error
                 yield event
-
-    async def _lines(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-        lines = response.content
-        while True:
-            try:
-                line = await lines.readline()
-            except ValueError as error:
-                raise BadAnswer(f"{response.url} sent a line of more than {_LINE} bytes") from error
-            if not line:
-                return
-            yield line
-
-    @contextlib.asynccontextmanager
-    async def _asked(
-        self, method: str, path: str, body: Any, limit: aiohttp.ClientTimeout
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer with status 200. Others are `Refused`; a server that cannot be reached is `EngineGone`."""
-        url = f"{self.url}{path}"
-        data = None if body is None else orjson.dumps(body)
-        headers = {} if body is None else {"content-type": "application/json"}
-        try:
-            async with self._client().request(method, url, data=data, headers=headers, timeout=limit) as response:
-                if response.status != 200:
-                    raise refusal(url, response.status, await response.read())
-                yield response
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise EngineGone(f"{url}: {error or type(error).__name__}") from error
-
-    def _client(self) -> aiohttp.ClientSession:
-        if self._closed:
-            raise EngineError(f"the engine at {self.url} is closed")
-        if self._http is None:
-            # A connection each: one that the server has just closed for being idle would look like a server that is gone.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self._http = aiohttp.ClientSession(connector=connector, headers=self._headers, read_bufsize=_LINE)
-        return self._http
-
-
-def decoded(data: bytes, url: str) -> dict[str, Any]:
-    """A JSON object that a server sent."""
-    try:
-        answer = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise BadAnswer(f"{url} answered no JSON: {error}; it begins: {quote(data)}") from error
-    if not isinstance(answer, dict):
-        raise BadAnswer(f"{url} answered no JSON object; it begins: {quote(data)}")
-    return answer

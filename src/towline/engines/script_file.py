@@ -1,7 +1,7 @@
 """A file of replies for the scripted engine: Python with `script(request) -> reply`, or a JSON list of replies.
 
-The file is the operator's own code and is named on the command line only: no task, setting or request can name one. Errors
-of the file are `ConfigError` when it is loaded and `EngineError` when it is asked, with file and line.
+The file is the operator's own code and can be named on the command line only: no task, setting or request can name one.
+Errors in the file are `ConfigError` when it is loaded and `EngineError` when it is called, with file and line.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from towline.engines.scripted import Say
 from towline.errors import ConfigError, EngineError
 
 FUNCTION = "script"
-_FIELDS = ("text", "reasoning", "tool_calls", "delay", "silent")
-_CALL = ("name", "arguments", "id")
+_REPLY_FIELDS = ("text", "reasoning", "tool_calls", "delay", "silent")
+_CALL_FIELDS = ("name", "arguments", "id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,18 @@ class ScriptRequest:
     tools: list[dict[str, Any]]
     """`{"name", "description", "parameters"}` of each tool that the harness offers."""
     model: str
-    """The model's name as the harness wrote it."""
+    """The model name that the harness requested."""
     turn: int
-    """Number of this model call in its session, from 0; calls beside the main conversation count too."""
+    """Index of this model call in its session, from 0; calls outside the main conversation count too."""
     session: str
     """The session's id."""
     task: str
-    """The id of the session's task; the session's own where there is none."""
+    """The id of the session's task; the session's own id if there is none."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The session's: `attempt` and `sample` in a run."""
+    """The session's metadata: `attempt` and `sample` in a run."""
     dialect: str = ""
     seed: int | None = None
-    """As the harness asked; in a request for several replies each has its own."""
+    """As requested by the harness; each reply of a request for several has its own."""
     temperature: float = 1.0
     max_tokens: int = 0
 
@@ -60,7 +60,7 @@ class ScriptRequest:
 
 
 class ScriptFile:
-    """Replies from a file. A Python script is asked in a thread of its own, one call after the other."""
+    """Replies from a file. A Python script runs in a thread of its own, one call at a time."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -76,62 +76,59 @@ class ScriptFile:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="towline-script")
 
     async def reply(self, request: SampleRequest) -> Say:
-        """What the file says to a request."""
+        """The file's reply to a request."""
         if self._replies is not None:
-            # After its last reply a list repeats it: harnesses make calls of their own (titles, summaries) after the answer.
+            # The last reply of a list repeats: harnesses make further calls (titles, summaries) after the answer.
             return self._replies[min(request.turn, len(self._replies) - 1)]
-        asked = script_request(request)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, asked)
+        argument = script_request(request)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, argument)
 
-    def _ask(self, asked: ScriptRequest) -> Say:
+    def _call(self, request: ScriptRequest) -> Say:
         assert self._script is not None
         try:
-            value = self._script(asked)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # whatever a script raises fails the turn, with the place in the script
-            raise EngineError(f"{_place(self.path, error)}: {type(error).__name__}: {error}") from error
+            value = self._script(request)
+        except (Exception, SystemExit) as error:  # Anything a script raises fails the turn, with file and line.
+            raise EngineError(f"{_location(self.path, error)}: {type(error).__name__}: {error}") from error
         try:
-            return say(value)
+            return parse_reply(value)
         except ValueError as error:
-            raise EngineError(f"{self.path}: the reply of {FUNCTION}() to turn {asked.turn} {error}") from error
+            raise EngineError(f"{self.path}: the reply of {FUNCTION}() to turn {request.turn} {error}") from error
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def script_request(request: SampleRequest) -> ScriptRequest:
-    """The plain form of an engine's request."""
-    asked = request.request
-    if asked is None:
+    """An engine's request as plain data."""
+    neutral = request.request
+    if neutral is None:
         raise EngineError("the scripted engine needs the neutral request")
     return ScriptRequest(
-        messages=[_message(message) for message in asked.messages],
-        tools=[_tool(tool) for tool in asked.tools],
-        model=asked.model,
+        messages=[_message(message) for message in neutral.messages],
+        tools=[_tool(tool) for tool in neutral.tools],
+        model=neutral.model,
         turn=request.turn,
         session=request.session,
         task=request.group,
         metadata=dict(request.metadata),
-        dialect=asked.dialect,
+        dialect=neutral.dialect,
         seed=request.seed,
         temperature=request.temperature,
         max_tokens=request.max_tokens,
     )
 
 
-def say(value: Any) -> Say:
-    """What the model says, from a reply: a text, an object, or a `Say`. `ValueError` says what is wrong with it."""
+def parse_reply(value: Any) -> Say:
+    """A reply (a text, an object, or a `Say`) as a `Say`; `ValueError` says what is wrong with it."""
     if isinstance(value, Say):
         return value
     if isinstance(value, str):
         return Say(value)
     if not isinstance(value, Mapping):
-        raise ValueError(f"is {type(value).__name__}; it must be text or an object with {', '.join(_FIELDS)}")
-    unknown = [str(name) for name in value if name not in _FIELDS]
+        raise ValueError(f"is {type(value).__name__}; it must be text or an object with {', '.join(_REPLY_FIELDS)}")
+    unknown = [str(name) for name in value if name not in _REPLY_FIELDS]
     if unknown:
-        raise ValueError(f"has an unknown field {unknown[0]!r}; there are {', '.join(_FIELDS)}")
+        raise ValueError(f"has an unknown field {unknown[0]!r}; allowed: {', '.join(_REPLY_FIELDS)}")
     text, reasoning, calls = value.get("text") or "", value.get("reasoning"), value.get("tool_calls") or ()
     delay = value.get("delay") or 0.0
     if not isinstance(text, str):
@@ -153,9 +150,9 @@ def _call(value: Any) -> ToolCall:
         return value
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
         raise ValueError('has a tool call without a name; it is {"name": …, "arguments": {…}}')
-    unknown = [str(name) for name in value if name not in _CALL]
+    unknown = [str(name) for name in value if name not in _CALL_FIELDS]
     if unknown:
-        raise ValueError(f"has a tool call with an unknown field {unknown[0]!r}; there are {', '.join(_CALL)}")
+        raise ValueError(f"has a tool call with an unknown field {unknown[0]!r}; allowed: {', '.join(_CALL_FIELDS)}")
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict | str):
         raise ValueError(f"has a tool call with arguments that are {type(arguments).__name__}; they must be an object")
@@ -163,20 +160,20 @@ def _call(value: Any) -> ToolCall:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": message.role, "text": message.text}
+    fields: dict[str, Any] = {"role": message.role, "text": message.text}
     if message.reasoning is not None:
-        told["reasoning"] = message.reasoning
+        fields["reasoning"] = message.reasoning
     if message.tool_calls:
-        told["tool_calls"] = [
+        fields["tool_calls"] = [
             {"id": call.id, "name": call.name, "arguments": _copy(call.arguments)} for call in message.tool_calls
         ]
     if message.tool_call_id:
-        told["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
     if message.name:
-        told["name"] = message.name
+        fields["name"] = message.name
     if message.media:
-        told["media"] = [{"kind": media.kind, "digest": media.digest} for media in message.media]
-    return told
+        fields["media"] = [{"kind": media.kind, "digest": media.digest} for media in message.media]
+    return fields
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
@@ -184,7 +181,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A copy of JSON values: what a script changes in it changes no conversation."""
+    """A copy of JSON values, so that a script cannot change the conversation."""
     if isinstance(value, Mapping):
         return {name: _copy(part) for name, part in value.items()}
     return [_copy(part) for part in value] if isinstance(value, list | tuple) else value
@@ -202,7 +199,7 @@ def _replies(path: Path, data: bytes) -> list[Say]:
     found = []
     for index, one in enumerate(value):
         try:
-            found.append(say(one))
+            found.append(parse_reply(one))
         except ValueError as error:
             raise ConfigError(f"--script {path}: reply {index} {error}") from error
     return found
@@ -222,21 +219,21 @@ def _module(path: Path) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     module.__file__ = str(path)
-    sys.modules[name] = module  # where dataclasses and pickles of the script look for it
+    sys.modules[name] = module  # Dataclasses and pickles of the script look it up there.
     try:
         code = compile(path.read_bytes(), str(path), "exec")
     except (SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
         raise ConfigError(f"--script {path}{line}: not Python: {error}") from error
     try:
-        exec(code, module.__dict__)  # the operator's own code
-    except (Exception, SystemExit) as error:  # loading runs the file, which may raise anything
-        raise ConfigError(f"--script {_place(path, error)}: {type(error).__name__}: {error}") from error
+        exec(code, module.__dict__)  # The operator's own code.
+    except (Exception, SystemExit) as error:  # Loading runs the file, which may raise anything.
+        raise ConfigError(f"--script {_location(path, error)}: {type(error).__name__}: {error}") from error
     return module
 
 
-def _place(path: Path, error: BaseException) -> str:
-    """The file, with the last of its lines that an error came through."""
+def _location(path: Path, error: BaseException) -> str:
+    """The file and the last of its lines that an error passed through."""
     own = str(path.expanduser().resolve())
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
     return f"{path}:{lines[-1]}" if lines else str(path)

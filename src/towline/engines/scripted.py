@@ -1,8 +1,8 @@
 """A deterministic engine for tests: real template, real tokenizer, scripted replies.
 
 A script is a function of the neutral request; what it says is written in the model's own format and encoded, so that
-everything before and behind the engine is the real thing. Logprobs are made up, but a function of id and place only.
-A turn that is aborted gives half of what is left of it, and goes on with the other half when it is asked for again.
+everything before and after the engine is the real thing. Logprobs are made up, but a function of id and position only.
+A turn that is aborted returns half of what is left of it, and continues with the other half when it is requested again.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from towline.arrays import Ids
+from towline.common.arrays import Ids
 from towline.conversation import Finish, Request, Tool, ToolCall
-from towline.engines.base import Capture, ContextExceeded, EngineInfo, PauseMode, Sample, SampleRequest
-from towline.engines.holds import Gate, Holds
+from towline.engines.base import CaptureLevel, ContextExceeded, EngineInfo, PauseMode, Sample, SampleRequest
+from towline.engines.stalls import PauseGate, PauseState
 from towline.errors import EngineError
-from towline.tokens.codec import Codec, Frame
-from towline.tokens.parsing.base import Unwritable
+from towline.tokens.codec import ModelCodec, RenderContext
+from towline.tokens.parsing.base import UnwritableReply
 
 
 @dataclass(slots=True)
 class Say:
-    """What the model is to say in one turn."""
+    """What the model says in one turn."""
 
     text: str = ""
     reasoning: str | None = None
     calls: Sequence[ToolCall] = ()
     ids: Ids | None = None
-    """The very ids to emit, if they matter; the other fields are then ignored."""
+    """The exact ids to emit; the other fields are then ignored."""
     delay: float = 0.0
-    """Seconds of simulated inference, in which tokens arrive one after the other."""
+    """Seconds of simulated inference, during which tokens arrive one by one."""
     silent: bool = False
     """No token arrives during `delay`."""
 
 
 _REMEMBERED = 256
-_PACE = 0.25
+_TOKEN_INTERVAL = 0.25
 """Seconds between two tokens of simulated inference."""
 Script = Callable[[Request], Say]
 
 
 class Replies(Protocol):
-    """What says replies with more at hand than the neutral request: a file (`towline.engines.script_file`)."""
+    """A source of replies that sees the whole engine request: a file (`towline.engines.script_file`)."""
 
     async def reply(self, request: SampleRequest) -> Say: ...
 
@@ -56,9 +56,11 @@ class Replies(Protocol):
 
 
 class ScriptedEngine:
+    """Emits what a script or a file says."""
+
     def __init__(
         self,
-        codec: Codec,
+        codec: ModelCodec,
         script: Script | None = None,
         *,
         file: Replies | None = None,
@@ -68,25 +70,25 @@ class ScriptedEngine:
         self.codec = codec
         self.script = script or tour
         self.file = file
-        """Asked instead of the script, if there is one."""
+        """Takes precedence over the script."""
         self._context = context
         self._version = version
-        self._running = Gate()
-        self._flying: dict[str, asyncio.Event] = {}
+        self._gate = PauseGate()
+        self._active: dict[str, asyncio.Event] = {}
         self._idle = asyncio.Event()
         self._idle.set()
-        self._cut: dict[str, Say] = {}
-        """What is left of turns that were aborted."""
+        self._unfinished: dict[str, Say] = {}
+        """The rest of turns that were aborted."""
         self.requests: deque[SampleRequest] = deque(maxlen=_REMEMBERED)
         """The last requests that reached the engine."""
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo("scripted", Capture.TOKENS, self._context, self.codec.tokenizer.size)
+        return EngineInfo("scripted", CaptureLevel.TOKENS, self._context, self.codec.tokenizer.size)
 
     @property
-    def holds(self) -> Holds:
-        return self._running.holds
+    def pauses(self) -> PauseState:
+        return self._gate.pauses
 
     @property
     def version(self) -> int:
@@ -96,35 +98,35 @@ class ScriptedEngine:
         return None
 
     async def probe(self) -> None:
-        """Nothing to find out, and no reply of the script is used up."""
+        """No-op: a probe must not use up a reply of the script."""
 
     async def sample(self, request: SampleRequest) -> Sample:
-        with request.waiting():
-            await self._running.wait()
+        with request.suspended():
+            await self._gate.wait()
         self.requests.append(request)
         prompt = len(request.prompt)
         if prompt == 0 or prompt > self._context:
             raise ContextExceeded(f"a prompt of {prompt} tokens does not fit a context of {self._context}")
-        stop = self._flying.setdefault(request.id, asyncio.Event())
+        stop = self._active.setdefault(request.id, asyncio.Event())
         self._idle.clear()
         try:
-            said = self._cut.pop(request.id, None) or await self._say(request)
+            said = self._unfinished.pop(request.id, None) or await self._say(request)
             if said.delay:
                 await self._infer(request, said, stop)
             return self._emit(request, said, aborted=stop.is_set())
         finally:
-            self._flying.pop(request.id, None)
-            if not self._flying:
+            self._active.pop(request.id, None)
+            if not self._active:
                 self._idle.set()
 
     async def _infer(self, request: SampleRequest, said: Say, stop: asyncio.Event) -> None:
-        left, pace = said.delay, said.delay if said.silent else _PACE
+        left, interval = said.delay, said.delay if said.silent else _TOKEN_INTERVAL
         while left > 0 and not stop.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), min(left, pace))
-            left -= pace
+                await asyncio.wait_for(stop.wait(), min(left, interval))
+            left -= interval
             if not said.silent:
-                request.beat()
+                request.tokens_arrived()
 
     async def _say(self, request: SampleRequest) -> Say:
         if request.forced is not None:
@@ -139,14 +141,18 @@ class ScriptedEngine:
         if said.ids is not None:
             ids = np.asarray(said.ids, np.int32)
         else:
-            frame = Frame(request.request.tools, request.request.template_args) if request.request else Frame()
+            frame = (
+                RenderContext(request.request.tools, request.request.template_args)
+                if request.request
+                else RenderContext()
+            )
             try:
                 written = self.codec.write(said.text, said.reasoning, said.calls, frame)
-            except Unwritable as error:
+            except UnwritableReply as error:
                 raise EngineError(f"a scripted reply cannot be written in the model's format: {error}") from error
             ids = np.asarray(written, np.int32)
         if aborted:
-            self._cut[request.id] = Say(ids=ids[len(ids) // 2 :], delay=said.delay)
+            self._unfinished[request.id] = Say(ids=ids[len(ids) // 2 :], delay=said.delay)
             ids = ids[: len(ids) // 2]
         finish = Finish.ABORT if aborted else Finish.STOP
         stop_string = None
@@ -158,8 +164,8 @@ class ScriptedEngine:
             ids, finish, stop_string = ids[: request.max_tokens], Finish.LENGTH, None
         elif finish is Finish.STOP and (len(ids) == 0 or int(ids[-1]) not in request.stop_ids):
             finish = Finish.LENGTH
-        places = np.arange(len(request.prompt), len(request.prompt) + len(ids), dtype=np.int64)
-        logprobs = -(((ids * np.int64(2654435761) + places * 97) % 1000) / 250 + 0.001)
+        positions = np.arange(len(request.prompt), len(request.prompt) + len(ids), dtype=np.int64)
+        logprobs = -(((ids * np.int64(2654435761) + positions * 97) % 1000) / 250 + 0.001)
         return Sample(
             ids=ids,
             logprobs=logprobs.astype(np.float32),
@@ -170,7 +176,7 @@ class ScriptedEngine:
         )
 
     def _first_stop(self, ids: Ids, stops: Sequence[str]) -> tuple[int, str | None]:
-        """How many ids it takes until a stop string is complete, and which."""
+        """How many ids it takes to complete a stop string, and which one."""
         for count in range(1, len(ids) + 1):
             text = self.codec.tokenizer.decode(ids[:count].tolist())
             for stop in stops:
@@ -180,34 +186,34 @@ class ScriptedEngine:
 
     async def abort(self, ids: Sequence[str]) -> None:
         for id in ids:
-            if id in self._flying:
-                self._flying[id].set()
+            if id in self._active:
+                self._active[id].set()
 
     async def pause(self, mode: PauseMode = PauseMode.DRAIN, deadline: float | None = None) -> None:
-        self._running.clear()
+        self._gate.clear()
         if mode is PauseMode.DRAIN:
             try:
                 await asyncio.wait_for(self._idle.wait(), deadline)
                 return
             except TimeoutError:
                 pass
-        await self.abort(list(self._flying))
+        await self.abort(list(self._active))
         await self._idle.wait()
 
     async def resume(self, version: int | None = None) -> None:
         if version is not None:
             self._version = version
-        self._running.set()
+        self._gate.set()
 
     async def ready(self) -> None:
-        await self._running.wait()
+        await self._gate.wait()
 
     async def update_weights(self, folder: Path, version: int) -> None:
         await self.pause(PauseMode.ABORT)
         await self.resume(version)
 
     async def close(self) -> None:
-        await self.abort(list(self._flying))
+        await self.abort(list(self._active))
         if self.file is not None:
             self.file.close()
 
@@ -228,7 +234,7 @@ def tour(request: Request) -> Say:
 
 
 def shell_like(tools: Sequence[Tool]) -> Tool | None:
-    """The tool that most looks as if it ran commands; else the first."""
+    """The tool that most likely runs commands; else the first."""
     for name in ("bash", "shell", "run", "exec", "command", "terminal"):
         for tool in tools:
             if name in tool.name.lower() and not tool.custom:

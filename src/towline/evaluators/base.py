@@ -1,9 +1,9 @@
-"""The evaluator interface: what a session's work is worth, found out where the agent never was.
+"""The evaluator interface: scores a session's work in a sandbox that the agent never touched.
 
-An evaluator works in two steps. `collect` looks into the agent's sandbox when every process of the agent is dead, and
-takes out what is to be judged. `evaluate` judges it in a sandbox that the agent never touched, which gets the verifier's
-files only now. An evaluator that cannot come to a score raises `EvaluationError`; it never turns that into a score of 0.
-Whether the agent or the infrastructure caused it is found out by the node (`towline.node.judging`).
+An evaluator works in two steps. `collect` reads the agent's sandbox once every process of the agent is dead, and takes out
+what is scored. `evaluate` scores it in a clean sandbox, which gets the verifier's files only then. An evaluator that cannot
+determine a score raises `EvaluationError`; it never turns that into a score of 0. Whether the agent or the infrastructure
+caused the failure is decided by the node (`towline.node.evaluation`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from towline.errors import TowlineError
 from towline.sandboxes.base import Sandbox
@@ -20,55 +22,55 @@ from towline.schema import Reward, Task, Trajectory
 
 
 class EvaluationError(TowlineError):
-    """The evaluator could not come to a score."""
+    """The evaluator could not determine a score."""
 
     failure = "evaluator"
 
 
 @dataclass(slots=True)
-class Carried:
-    """What is taken from the agent's sandbox into the evaluation."""
+class EvalInputs:
+    """What the evaluation gets from the agent's sandbox."""
 
     archives: Mapping[str, bytes] = field(default_factory=dict)
-    """Path inside → tar of what was there (`Sandbox.get`)."""
+    """By path inside the sandbox, a tar archive of its contents (`Sandbox.get`)."""
     patch: bytes = b""
     notes: list[str] = field(default_factory=list)
-    """What a person should know: files that the verifier relies on and the agent changed, and such."""
+    """For the session's notes: what was left out, and files of the verifier's that the agent changed."""
 
 
 @dataclass(slots=True)
-class Outcome:
-    """How the run of a session ended, as an evaluator may know it."""
+class RunOutcome:
+    """How the run of a session ended, as far as an evaluator may know."""
 
     exit_code: int | None
     """`None` if it was cut short."""
     end_reason: str
     answer: str
-    """The last thing the agent said: the text of the last reply of the main conversation."""
+    """The text of the last reply of the main conversation."""
     trajectory: Trajectory
     steps_given: int | None = None
-    """How many of the task's steps the agent was given; `None` for a task that has none."""
+    """How many of the task's steps were started; `None` for a task without steps."""
     judged: Sequence[Mapping[str, float]] = ()
-    """What the steps scored that were judged before the next one began."""
+    """Scores of the steps that were evaluated before the next one began."""
 
 
-class Bench(Protocol):
-    """What the node lends to an evaluation."""
+class EvalContext(Protocol):
+    """What the node provides to an evaluation."""
 
     @property
     def task(self) -> Task: ...
 
     @property
     def logs(self) -> Path:
-        """A folder on the host that is kept with the session: for the verifier's output."""
+        """A folder on the host, kept with the session, for the verifier's output."""
         ...
 
     def sandbox(self) -> AbstractAsyncContextManager[Sandbox]:
-        """A clean sandbox of the task's environment (files and set-up done, network none), destroyed when the block ends."""
+        """A clean sandbox with the task's environment set up and no network; destroyed when the block ends."""
         ...
 
-    def used(self) -> Sandbox | None:
-        """The agent's own sandbox: in `evaluate` still there only for evaluators with `shared`."""
+    def agent_sandbox(self) -> Sandbox | None:
+        """The agent's own sandbox; in `evaluate` it exists only for evaluators with `shared`."""
         ...
 
 
@@ -79,37 +81,52 @@ class Evaluator(Protocol):
 
     @property
     def lowest(self) -> float:
-        """The lowest score it gives: that of an agent that makes its own evaluation fail."""
+        """The lowest score it gives; the score of an agent that makes its own evaluation fail."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether the task itself asks to be judged in the agent's own sandbox."""
+        """Whether the task asks to be evaluated in the agent's own sandbox."""
         ...
 
     @property
     def needs_sandbox(self) -> bool:
-        """Whether `evaluate` asks for a clean sandbox, so that one is warmed in time."""
+        """Whether `evaluate` uses a clean sandbox, so that one is warmed in time."""
         ...
 
     def leaks(self) -> tuple[str, ...]:
-        """Paths inside that must not exist while the agent runs (`/tests`, `/solution`)."""
+        """Paths that must not exist in the sandbox while the agent runs (`/tests`, `/solution`)."""
         ...
 
-    async def collect(self, sandbox: Sandbox, task: Task) -> Carried:
-        """Take what is to be judged out of the agent's sandbox; its processes are dead."""
+    async def collect(self, sandbox: Sandbox, task: Task) -> EvalInputs:
+        """Take what is scored out of the agent's sandbox; its processes are dead."""
         ...
 
-    async def evaluate(self, bench: Bench, outcome: Outcome, carried: Carried) -> Reward: ...
+    async def evaluate(self, context: EvalContext, outcome: RunOutcome, inputs: EvalInputs) -> Reward: ...
 
 
 @runtime_checkable
-class JudgesSteps(Protocol):
-    """An evaluator that scores each step of a task before the next one begins."""
+class StepEvaluator(Protocol):
+    """An evaluator that scores each step of a task before the next step begins."""
 
-    async def judge_step(self, bench: Bench, index: int) -> tuple[Mapping[str, float], bool]:
-        """What a step scored, with the agent's own sandbox as it is at its end, and whether the next one may begin.
+    async def evaluate_step(self, context: EvalContext, index: int) -> tuple[Mapping[str, float], bool]:
+        """The scores of a step, from the agent's own sandbox as the step left it, and whether the next step may begin.
 
-        The agent's processes are dead; nothing of the verifier's may be in its sandbox afterwards.
+        The agent's processes are dead; no file of the verifier may remain in its sandbox afterwards.
         """
         ...
+
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class EvaluatorOptions(BaseModel):
+    """The options that every evaluator shares. Unknown options are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    kind: str
+    oracle: bool = False
+    """The session runs the task's own solution, whose files may therefore be in the agent's sandbox."""
+    lowest: FiniteFloat = 0.0
+    """The lowest score this evaluator gives; the score of an agent that makes its own evaluation fail."""

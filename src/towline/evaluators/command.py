@@ -1,7 +1,8 @@
-"""`command`: run a command in a clean sandbox beside what the agent made; its exit code or its output is the score.
+"""`command`: runs a command in a clean sandbox with the agent's work; its exit code or output is the score.
 
-The command, and the files that only it may see, come after the agent is gone. What the agent made is data to it, unless
-it runs that: then only an exit code that the command itself decides, or a JSON line that it prints last, can be believed.
+The command, and the files that only it may see, arrive after the agent is gone. The agent's work is data to the command,
+unless the command runs it: then only an exit code that the command itself decides, or a JSON line that it prints last, can
+be trusted.
 """
 
 from __future__ import annotations
@@ -12,41 +13,40 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from towline.evaluators import carrying, rewards
-from towline.evaluators.base import Bench, Carried, EvaluationError, Outcome
-from towline.evaluators.inside import put_files, run
-from towline.evaluators.options import Options, Seconds
-from towline.sandboxes.base import Done, Sandbox
+from towline.evaluators import eval_inputs, rewards
+from towline.evaluators.base import EvalContext, EvalInputs, EvaluationError, EvaluatorOptions, RunOutcome, Seconds
+from towline.evaluators.sandbox_io import put_files, run_logged
+from towline.sandboxes.base import CommandResult, Sandbox
 from towline.schema import File, Reward, Task
-from towline.schema.environment import InsidePath
+from towline.schema.entities import InsidePath
 
 TRAJECTORY = "/towline/trajectory.json"
 ANSWER = "/towline/answer.txt"
 
 
-class CommandOptions(Options):
+class CommandOptions(EvaluatorOptions):
     kind: Literal["command"]
     command: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
-    """A text is run by `sh -c`."""
+    """A string is run by `sh -c`."""
     files: list[File] = Field(default_factory=list)
-    """What only the command sees."""
+    """Files that only the command sees."""
     carry: list[InsidePath] | None = None
-    """What is taken from the agent's sandbox: the working folder if nothing is said."""
+    """Paths taken from the agent's sandbox; the working folder by default."""
     hidden: list[InsidePath] = Field(default_factory=list)
     """Paths that must not exist while the agent runs, besides those of `files`."""
     reward: Literal["exit_code", "number", "json", "regex"] = "exit_code"
-    """`exit_code`: 1 for 0, else 0. `number`: the last one printed. `json`: the object that is printed last, with `reward`
-    and perhaps `components` and `per_turn`. `regex`: what `pattern` matches last."""
+    """`exit_code`: 1 for exit code 0, else 0. `number`: the last number printed. `json`: the JSON object printed last, with
+    `reward` and optionally `components` and `per_turn`. `regex`: the last match of `pattern`."""
     pattern: str = ""
     trajectory: bool = False
-    """Give the command the trajectory and the agent's last words, as files: `TOWLINE_TRAJECTORY` and `TOWLINE_ANSWER`."""
+    """Give the command the trajectory and the agent's last message as files: `TOWLINE_TRAJECTORY`, `TOWLINE_ANSWER`."""
     env: dict[str, str] = Field(default_factory=dict)
     cwd: InsidePath | None = None
-    """The working folder if nothing is said."""
+    """The working folder by default."""
     user: str = ""
     seconds: Seconds = 600.0
     on_timeout: Literal["error", "zero"] = "error"
-    """`zero` scores a command that does not end at once, without repeating it and without a control run."""
+    """`zero` scores a command that times out with `lowest` at once, without a retry and without a control run."""
 
     @field_validator("pattern")
     @classmethod
@@ -58,9 +58,9 @@ class CommandOptions(Options):
         return pattern
 
     @model_validator(mode="after")
-    def _pattern_where_it_is_needed(self) -> Self:
+    def _pattern_belongs_to_regex(self) -> Self:
         if (self.reward == "regex") != bool(self.pattern):
-            raise ValueError("`pattern` belongs to the reward `regex`, and that needs one")
+            raise ValueError("`pattern` is required with the reward `regex`, and only allowed there")
         return self
 
 
@@ -76,15 +76,15 @@ class CommandEvaluator:
     def leaks(self) -> tuple[str, ...]:
         return (*self.options.hidden, *(file.target for file in self.options.files))
 
-    async def collect(self, sandbox: Sandbox, task: Task) -> Carried:
+    async def collect(self, sandbox: Sandbox, task: Task) -> EvalInputs:
         paths = [task.environment.workdir] if self.options.carry is None else self.options.carry
-        return await carrying.carry(sandbox, paths)
+        return await eval_inputs.collect_inputs(sandbox, paths)
 
-    async def evaluate(self, bench: Bench, outcome: Outcome, carried: Carried) -> Reward:
+    async def evaluate(self, context: EvalContext, outcome: RunOutcome, inputs: EvalInputs) -> Reward:
         options = self.options
         env = dict(options.env)
-        async with bench.sandbox() as sandbox:
-            await carrying.bring(sandbox, carried)
+        async with context.sandbox() as sandbox:
+            await eval_inputs.place_inputs(sandbox, inputs)
             files = list(options.files)
             if options.trajectory:
                 files.append(File(target=TRAJECTORY, text=outcome.trajectory.to_json().decode()))
@@ -92,10 +92,10 @@ class CommandEvaluator:
                 env |= {"TOWLINE_TRAJECTORY": TRAJECTORY, "TOWLINE_ANSWER": ANSWER}
             await put_files(sandbox, files)
             command = ["sh", "-c", options.command] if isinstance(options.command, str) else options.command
-            done = await run(
+            done = await run_logged(
                 sandbox,
                 command,
-                log=bench.logs / "command.log",
+                log=context.logs / "command.log",
                 env=env,
                 cwd=options.cwd,
                 user=options.user,
@@ -104,23 +104,25 @@ class CommandEvaluator:
         if done.timed_out:
             if options.on_timeout == "zero":
                 return Reward(value=self.lowest, components={"timed_out": 1.0}, evaluator=self.kind)
-            raise EvaluationError(f"the command did not end within {options.seconds:g} seconds")
+            raise EvaluationError(f"the command timed out after {options.seconds:g} seconds")
         return await asyncio.to_thread(self._score, done, outcome)
 
-    def _score(self, done: Done, outcome: Outcome) -> Reward:
+    def _score(self, done: CommandResult, outcome: RunOutcome) -> Reward:
         if self.options.reward == "exit_code":
-            # The shell's own words for a command that is not there: the task's fault, not the agent's.
+            # The shell's exit codes for a missing command: the task's fault, not the agent's.
             if done.code in (126, 127):
-                raise EvaluationError(f"the command could not be run ({done.code}): {done.text[-500:].strip()}")
+                raise EvaluationError(
+                    f"the command could not be run (exit code {done.code}): {done.text[-500:].strip()}"
+                )
             return Reward(value=float(done.code == 0), evaluator=self.kind)
         output = done.stdout.decode("utf-8", "replace")
         if done.truncated:
-            raise EvaluationError("the command printed more than is kept, so its last words are not known")
+            raise EvaluationError("the command printed more than is kept, so the end of its output is unknown")
         try:
             if self.options.reward == "json":
-                return rewards.reward_of(rewards.last_object(output), self.kind, outcome.trajectory)
+                return rewards.to_reward(rewards.last_object(output), self.kind, outcome.trajectory)
             if self.options.reward == "regex":
-                return Reward(value=rewards.matched(output, self.options.pattern), evaluator=self.kind)
+                return Reward(value=rewards.matched_number(output, self.options.pattern), evaluator=self.kind)
             return Reward(value=rewards.last_number(output), evaluator=self.kind)
         except EvaluationError as error:
-            raise EvaluationError(f"{error} (exit code {done.code}; it said: {done.text[-500:].strip()})") from error
+            raise EvaluationError(f"{error} (exit code {done.code}; output: {done.text[-500:].strip()})") from error

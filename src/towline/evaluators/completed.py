@@ -1,4 +1,4 @@
-"""`completed`: the harness ended by itself, and well. Says nothing of what it did."""
+"""`completed`: whether the harness exited by itself with success. Says nothing about what it did."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from typing import Literal
 
 from pydantic import Field
 
-from towline.evaluators.base import Bench, Carried, Outcome
-from towline.evaluators.options import Options
+from towline.evaluators.base import EvalContext, EvalInputs, EvaluatorOptions, RunOutcome
 from towline.sandboxes.base import Sandbox
 from towline.schema import EndReason, Reward, Task
 
 
-class CompletedOptions(Options):
+class CompletedOptions(EvaluatorOptions):
     kind: Literal["completed"]
     codes: tuple[int, ...] = Field(default=(0,), min_length=1)
-    """Exit codes that count as well."""
+    """Exit codes that count as success."""
 
 
 class CompletedEvaluator:
@@ -30,10 +29,10 @@ class CompletedEvaluator:
     def leaks(self) -> tuple[str, ...]:
         return ()
 
-    async def collect(self, sandbox: Sandbox, task: Task) -> Carried:
-        return Carried()
+    async def collect(self, sandbox: Sandbox, task: Task) -> EvalInputs:
+        return EvalInputs()
 
-    async def evaluate(self, bench: Bench, outcome: Outcome, carried: Carried) -> Reward:
-        # A code of its own that means success may still be no end "by itself": a timeout has no code at all.
+    async def evaluate(self, context: EvalContext, outcome: RunOutcome, inputs: EvalInputs) -> Reward:
+        # A harness that was stopped did not exit by itself, whatever its code; a timeout has no code at all.
         by_itself = outcome.end_reason in (EndReason.EXITED, EndReason.ERROR)
         return Reward(value=float(by_itself and outcome.exit_code in self.options.codes), evaluator=self.kind)

@@ -1,7 +1,7 @@
-"""`python`: a function of the trainer's own, in the node's process. It is trusted as the trainer is: nothing confines it.
+"""`python`: calls a function of the trainer's own in the node's process. It is fully trusted; nothing confines it.
 
 `function` is `module:name` or `path/to/file.py:name`. It gets, by the names of its parameters, any of `outcome`,
-`trajectory`, `answer`, `task`, `files` (what `carry` asked for: path inside → content of each regular file) and the
+`trajectory`, `answer`, `task`, `files` (the regular files under `carry`: content by path inside the sandbox) and the
 `arguments` of the spec; it returns a number, a `Reward`, or `{"reward": …, "components": …, "per_turn": …}`. It may be
 async.
 """
@@ -21,18 +21,19 @@ from typing import Any, Literal
 from pydantic import Field
 
 from towline.errors import ConfigError, TowlineError
-from towline.evaluators import carrying, rewards
-from towline.evaluators.base import Bench, Carried, EvaluationError, Outcome
-from towline.evaluators.options import Options, Seconds
-from towline.evaluators.trees import contents
+from towline.evaluators import eval_inputs, rewards
+from towline.evaluators.base import EvalContext, EvalInputs, EvaluationError, EvaluatorOptions, RunOutcome, Seconds
+from towline.evaluators.eval_inputs import regular_files
 from towline.sandboxes.base import Sandbox
 from towline.schema import Reward, Task
-from towline.schema.environment import InsidePath
+from towline.schema.entities import InsidePath
 
 GIVEN = ("outcome", "trajectory", "answer", "task", "files")
+_ALIASES = {"towline.tiny.tasks": "towline.demo.registry"}
+"""Modules that task files and stores may name by another path."""
 
 
-class PythonOptions(Options):
+class PythonOptions(EvaluatorOptions):
     kind: Literal["python"]
     function: str = Field(pattern=r"^[^:]+:[A-Za-z_]\w*$")
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -54,20 +55,20 @@ class PythonEvaluator:
     def leaks(self) -> tuple[str, ...]:
         return ()
 
-    async def collect(self, sandbox: Sandbox, task: Task) -> Carried:
-        return await carrying.carry(sandbox, self.options.carry)
+    async def collect(self, sandbox: Sandbox, task: Task) -> EvalInputs:
+        return await eval_inputs.collect_inputs(sandbox, self.options.carry)
 
-    async def evaluate(self, bench: Bench, outcome: Outcome, carried: Carried) -> Reward:
+    async def evaluate(self, context: EvalContext, outcome: RunOutcome, inputs: EvalInputs) -> Reward:
         given: dict[str, Any] = {
             "outcome": outcome,
             "trajectory": outcome.trajectory,
             "answer": outcome.answer,
-            "task": bench.task,
+            "task": context.task,
         }
         if "files" in self._parameters:
             given["files"] = {}
-            for base, archive in carried.archives.items():
-                given["files"] |= await asyncio.to_thread(contents, archive, base)
+            for base, archive in inputs.archives.items():
+                given["files"] |= await asyncio.to_thread(regular_files, archive, base)
         arguments = {name: given[name] for name in self._parameters if name in given} | self.options.arguments
         try:
             if inspect.iscoroutinefunction(self.function):
@@ -77,19 +78,21 @@ class PythonEvaluator:
             value = await asyncio.wait_for(work, self.options.seconds)
         except TimeoutError as error:
             raise EvaluationError(
-                f"{self.options.function} did not end within {self.options.seconds:g} seconds"
+                f"{self.options.function} timed out after {self.options.seconds:g} seconds"
             ) from error
         except TowlineError:
             raise
-        except Exception as error:  # whatever a function of the trainer's raises is its failure, never a reward
+        except Exception as error:  # whatever the function raises is a failed evaluation, never a reward
             raise EvaluationError(f"{self.options.function} raised {type(error).__name__}: {error}") from error
-        return rewards.reward_of(value, self.kind, outcome.trajectory)
+        return rewards.to_reward(value, self.kind, outcome.trajectory)
 
 
 def _function(where: str) -> Callable[..., Any]:
     source, _, name = where.rpartition(":")
     try:
-        module = _file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        module = (
+            _file(Path(source)) if source.endswith(".py") else importlib.import_module(_ALIASES.get(source, source))
+        )
     except Exception as error:  # importing runs the module, which may raise anything
         raise ConfigError(
             f"evaluator.function: {source} cannot be imported: {type(error).__name__}: {error}"
@@ -101,7 +104,7 @@ def _function(where: str) -> Callable[..., Any]:
 
 
 def _file(path: Path) -> Any:
-    """The module of a file. It is loaded once, under a name that no other has, so that its classes stay the same."""
+    """The module of a file. Loaded once, under a unique name, so that its classes keep their identity."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
@@ -122,20 +125,20 @@ def _file(path: Path) -> Any:
 
 
 def _wanted(function: Callable[..., Any], options: PythonOptions) -> frozenset[str]:
-    """Which of what can be given the function asks for; `ConfigError` for a parameter that nothing fills."""
+    """The parameters of the function that can be filled; `ConfigError` for one that cannot."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"evaluator.function: {options.function} tells nothing of its parameters") from error
+        raise ConfigError(f"evaluator.function: the signature of {options.function} cannot be inspected") from error
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     required = {p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     missing = required - set(GIVEN) - set(options.arguments)
     if missing:
         raise ConfigError(
-            f"evaluator.function: {options.function} needs {min(missing)!r}; there are {', '.join(GIVEN)} and `arguments`"
+            f"evaluator.function: {options.function} requires {min(missing)!r}; available: {', '.join(GIVEN)}, `arguments`"
         )
     unknown = set(options.arguments) - names
     if unknown and not rest:
-        raise ConfigError(f"evaluator.arguments: {options.function} takes no {min(unknown)!r}")
+        raise ConfigError(f"evaluator.arguments: {options.function} has no parameter {min(unknown)!r}")
     return frozenset(GIVEN) if rest else frozenset(names & set(GIVEN))

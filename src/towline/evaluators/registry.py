@@ -1,4 +1,4 @@
-"""Evaluators by the name that a task gives: `{"kind": name, …options}`."""
+"""Evaluators by kind: a task names one with `{"kind": name, …options}`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from pydantic import ValidationError
 
 from towline.errors import ConfigError
 from towline.evaluators.answer import AnswerEvaluator, AnswerOptions
-from towline.evaluators.base import Evaluator
+from towline.evaluators.base import Evaluator, EvaluatorOptions
 from towline.evaluators.command import CommandEvaluator, CommandOptions
 from towline.evaluators.completed import CompletedEvaluator, CompletedOptions
 from towline.evaluators.harbor import HarborEvaluator, HarborOptions
-from towline.evaluators.options import Options
 from towline.evaluators.patch import PatchEvaluator, PatchOptions
 from towline.evaluators.python import PythonEvaluator, PythonOptions
 
-O = TypeVar("O", bound=Options)  # noqa: E741  the options of one kind
+O = TypeVar("O", bound=EvaluatorOptions)  # noqa: E741  the options of one kind
 Maker = Callable[[Mapping[str, Any]], Evaluator]
 
 
@@ -36,12 +35,12 @@ KINDS: dict[str, Maker] = {
 
 
 def make_evaluator(spec: Mapping[str, Any]) -> Evaluator | None:
-    """The evaluator that a spec asks for; `None` for an empty one; `ConfigError` that names the field otherwise."""
+    """The evaluator of a spec; `None` for an empty spec; `ConfigError` naming the field if the spec is invalid."""
     if not spec:
         return None
     kind = spec.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise ConfigError(f"evaluator.kind: {kind!r} is none of {', '.join(sorted(KINDS))}")
+        raise ConfigError(f"evaluator.kind: unknown kind {kind!r}; known kinds: {', '.join(sorted(KINDS))}")
     try:
         return KINDS[kind](spec)
     except ValidationError as error:

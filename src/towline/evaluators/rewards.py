@@ -1,6 +1,6 @@
-"""From what a verifier printed or wrote to a `Reward`. A score is a finite number that is really there, or an error.
+"""From a verifier's output or files to a `Reward`. A score is a finite number that was actually given, or an error.
 
-Nothing here turns a missing, empty or broken score into 0.
+Nothing here turns a missing, empty or malformed score into 0.
 """
 
 from __future__ import annotations
@@ -14,56 +14,57 @@ from typing import Any
 from towline.evaluators.base import EvaluationError
 from towline.schema import Reward, Trajectory
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?!\w|\.\d)")
+_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?i:nan|inf(?:inity)?))(?!\w|\.\d)")
+"""A number as programs print it; `nan` and `inf` too, so that an earlier number does not pass for the last one."""
 _PARTS = ("reward", "components", "per_turn")
-MOST = 10_000
-"""Scores in one reward."""
+MAX_SCORES = 10_000
+"""Most scores in one reward."""
 _LONGEST = 512
-"""Characters of a score's name."""
+"""Longest name of a score, in characters."""
 
 
-def number(value: Any, what: str) -> float:
-    """A finite number; true and false are none."""
+def finite_number(value: Any, what: str) -> float:
+    """A finite number; booleans are refused."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise EvaluationError(f"{what} is {_short(value)}, not a number")
     try:
         result = float(value)
     except OverflowError as error:
-        raise EvaluationError(f"{what} is too large for a number") from error
+        raise EvaluationError(f"{what} is too large for a float") from error
     if not math.isfinite(result):
         raise EvaluationError(f"{what} is {result}, not a finite number")
     return result
 
 
 def parse_number(text: str, what: str) -> float:
-    """The one number that a text is."""
+    """A text that is exactly one number."""
     try:
         value = float(text.strip())
     except ValueError as error:
         raise EvaluationError(f"{what} is {_short(text)}, not a number") from error
-    return number(value, what)
+    return finite_number(value, what)
 
 
 def last_number(text: str) -> float:
-    """The last number of an output."""
+    """The last number in an output."""
     found = [match[0] for match in _NUMBER.finditer(text)]
     if not found:
-        raise EvaluationError(f"the output has no number: {_short(text[-300:])}")
-    return number(float(found[-1]), "the last number of the output")
+        raise EvaluationError(f"the output contains no number: {_short(text[-300:])}")
+    return finite_number(float(found[-1]), "the last number in the output")
 
 
-def matched(text: str, pattern: str) -> float:
-    """The number in the first group (or the whole) of a pattern's last match."""
+def matched_number(text: str, pattern: str) -> float:
+    """The number in the first group (or all) of a pattern's last match."""
     matches = list(re.finditer(pattern, text, re.MULTILINE))
     if not matches:
         raise EvaluationError(f"the pattern {pattern!r} matches nothing in the output: {_short(text[-300:])}")
     last = matches[-1]
     part = last[1] if last.re.groups else last[0]
-    return parse_number(part or "", f"what {pattern!r} matched")
+    return parse_number(part or "", f"the match of {pattern!r}")
 
 
 def last_object(text: str) -> dict[str, Any]:
-    """The JSON object that an output is, or that its last line which is one holds."""
+    """The output as a JSON object, or the last line that is one."""
     for candidate in (text, *reversed(text.splitlines())):
         candidate = candidate.strip()
         if candidate.startswith("{"):
@@ -76,7 +77,7 @@ def last_object(text: str) -> dict[str, Any]:
     raise EvaluationError(f"no line of the output is a JSON object: {_short(text[-300:])}")
 
 
-def reward_of(value: Any, evaluator: str, trajectory: Trajectory) -> Reward:
+def to_reward(value: Any, evaluator: str, trajectory: Trajectory) -> Reward:
     """A reward from a number, a `Reward`, or an object `{"reward", "components", "per_turn"}`."""
     if isinstance(value, Reward):
         _check_turns(value.per_turn, trajectory)
@@ -84,13 +85,13 @@ def reward_of(value: Any, evaluator: str, trajectory: Trajectory) -> Reward:
     if isinstance(value, bool):
         return Reward(value=float(value), evaluator=evaluator)
     if not isinstance(value, Mapping):
-        return Reward(value=number(value, "the reward"), evaluator=evaluator)
+        return Reward(value=finite_number(value, "the reward"), evaluator=evaluator)
     unknown = [str(name) for name in value if name not in _PARTS]
     if unknown or "reward" not in value:
         wrong = f"has an unknown field {unknown[0]!r}" if unknown else "has no `reward`"
-        raise EvaluationError(f"the score {wrong}; it may have: {', '.join(_PARTS)}")
+        raise EvaluationError(f"the score {wrong}; its fields are: {', '.join(_PARTS)}")
     return Reward(
-        value=number(value["reward"], "reward"),
+        value=finite_number(value["reward"], "reward"),
         components=_scores(value.get("components"), "components"),
         per_turn=_by_turn(_scores(value.get("per_turn"), "per_turn"), trajectory),
         evaluator=evaluator,
@@ -98,7 +99,7 @@ def reward_of(value: Any, evaluator: str, trajectory: Trajectory) -> Reward:
 
 
 def reward_files(as_json: bytes | None, as_text: bytes | None) -> dict[str, float]:
-    """Harbor's rule: `reward.json` (an object of finite numbers) if it is there, else `reward.txt` (one number)."""
+    """Harbor's rule: `reward.json` (an object of finite numbers) if it exists, else `reward.txt` (one number)."""
     if as_json is not None:
         if not as_json.strip():
             raise EvaluationError("reward.json is empty")
@@ -117,13 +118,13 @@ def reward_files(as_json: bytes | None, as_text: bytes | None) -> dict[str, floa
 
 
 def main_reward(rewards: Mapping[str, float]) -> float:
-    """The outcome among named rewards: `reward`, or the only one."""
+    """The main one of named rewards: `reward`, or the only one."""
     if "reward" in rewards:
         return rewards["reward"]
     if len(rewards) == 1:
         return next(iter(rewards.values()))
     raise EvaluationError(
-        f"none of the rewards {', '.join(sorted(rewards))} is called `reward`, so none is the outcome"
+        f"none of the rewards {', '.join(sorted(rewards))} is named `reward`, so the outcome is ambiguous"
     )
 
 
@@ -136,20 +137,20 @@ def _scores(value: Any, what: str) -> dict[str, float]:
 
 
 def _named(value: Mapping[Any, Any], what: str) -> dict[str, float]:
-    """Numbers by names that can be stored: what a verifier runs may write anything."""
-    if len(value) > MOST:
-        raise EvaluationError(f"{len(value)} scores are more than the {MOST} that a reward may have")
+    """Numbers by name, if the names can be stored: the code under test may have written anything."""
+    if len(value) > MAX_SCORES:
+        raise EvaluationError(f"{len(value)} scores exceed the limit of {MAX_SCORES} per reward")
     named = {}
     for name, part in value.items():
         name = str(name)
         if len(name) > _LONGEST or any("\ud800" <= character <= "\udfff" for character in name):
-            raise EvaluationError(f"{_short(name)} is not a name of a score: it is too long, or not Unicode text")
-        named[name] = number(part, f"{what}{name}")
+            raise EvaluationError(f"{_short(name)} is not a valid name of a score: it is too long, or not Unicode text")
+        named[name] = finite_number(part, f"{what}{name}")
     return named
 
 
 def _by_turn(scores: dict[str, float], trajectory: Trajectory) -> dict[str, float]:
-    """Rewards by turn id; a turn may also be named by its index."""
+    """Rewards by turn id; a turn may also be identified by its index."""
     indices = {str(turn.index): turn.id for turn in trajectory.turns}
     ids = {turn.id for turn in trajectory.turns}
     named = {name if name in ids else indices.get(name, name): score for name, score in scores.items()}
@@ -162,7 +163,7 @@ def _by_turn(scores: dict[str, float], trajectory: Trajectory) -> dict[str, floa
 def _check_turns(scores: Mapping[str, float], trajectory: Trajectory) -> None:
     unknown = set(scores) - {turn.id for turn in trajectory.turns}
     if unknown:
-        raise EvaluationError(f"per_turn names a turn {min(unknown)!r} that the session does not have")
+        raise EvaluationError(f"per_turn names the unknown turn {min(unknown)!r}")
 
 
 def _short(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""Results of single tests from what test programs print.
+"""Results of individual tests from the output of test runners.
 
-A test that is printed with different results, as one that is tried again, has the worst of them. A test that is not printed
-has no result: it did not pass if the log says that the tests could not be built or loaded; otherwise nothing is known of it,
-which is an error and never a score.
+A test that is printed with different results (a retry, say) has the worst of them. A test that is not printed has no
+result: it did not pass if the log says that the tests could not be built or loaded; otherwise its result is unknown, which
+is an error and never a score.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from towline.evaluators.base import EvaluationError
-from towline.evaluators.logformats import Result, readers
+from towline.evaluators.testlog_formats import CaseResult, log_readers
 from towline.schema import LogFormat
 
-__all__ = ["Result", "TestLog", "passed", "read", "results", "share"]
+__all__ = ["CaseResult", "TestLog", "passed", "read_test_log", "share"]
 
-_ORDER = [Result.PASSED, Result.SKIPPED, Result.FAILED]
+_ORDER = [CaseResult.PASSED, CaseResult.SKIPPED, CaseResult.FAILED]
 _LONGEST = 2000
-"""Characters of a line that names a test: whatever prints longer ones is not a test program."""
+"""Longest line, in characters, that can name a test; test runners print no longer ones."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NAMED = 3
-"""Missing tests that an error names."""
+"""Most missing tests that an error names."""
 _UNBUILT_STARTS = (
     "ImportError",
     "ModuleNotFoundError",
@@ -46,25 +46,25 @@ _UNBUILT_PARTS = (
     ": error TS",
 )
 _COMPILER = re.compile(r"[^\s:]{1,300}:\d{1,7}:(?:\d{1,7}:)? (?:fatal )?error: ")
-"""What test programs, compilers and loaders print when tests cannot be built or loaded."""
+"""Output of test runners, compilers and loaders when tests cannot be built or loaded."""
 
 
 @dataclass(slots=True)
 class TestLog:
-    """What a log says of single tests."""
+    """The results of individual tests in a log."""
 
-    __test__ = False  # no test of pytest's, in spite of its name
+    __test__ = False  # keeps pytest from collecting it by its name
 
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, CaseResult] = field(default_factory=dict)
     unbuilt: bool = False
-    """The tests, or a part of them, could not be built or loaded."""
+    """Some or all of the tests could not be built or loaded."""
 
     def names(self, test: str) -> bool:
-        """Whether the log has a result of the test."""
+        """Whether the log has a result for the test."""
         return bool(_matching(self.results, test))
 
     def check(self, tests: Iterable[str], log_format: LogFormat | None = None) -> None:
-        """`EvaluationError` if the log does not tell how one of the tests ended, and not why either."""
+        """Raise `EvaluationError` if the log has no result for one of the tests, and no build failure that explains it."""
         if self.unbuilt:
             return
         missing = [test for test in tests if not self.names(test)]
@@ -76,22 +76,20 @@ class TestLog:
         if self.results:
             known = next(iter(self.results))
             raise EvaluationError(
-                f"the tests' log has no result of {named}; it names {len(self.results)} others, {known!r} for one"
+                f"the test log has no result for {named}; it has {len(self.results)} others, for example {known!r}"
             )
         known = log_format or ", ".join(LogFormat)
-        raise EvaluationError(
-            f"the tests' log is not understood: it has no result of {named} in a known format ({known})"
-        )
+        raise EvaluationError(f"the test log has no result for {named} in a known format ({known}); set `log_format`")
 
 
-def read(output: str, log_format: LogFormat | None = None, *, failed: bool = True) -> TestLog:
-    """What a test program printed, read in one format or, where that is not known, in all of them.
+def read_test_log(output: str, log_format: LogFormat | None = None, *, failed: bool = True) -> TestLog:
+    """Parse the output of a test runner in one format or, if that is unknown, in all of them.
 
-    `failed` says that the program itself ended with a failure: only then is it asked for why. Code under test prints there
-    too, so no line costs more than its length.
+    `failed`: the runner itself exited with a failure; only then is the output searched for a build failure. Code under test
+    prints to the same output, so the cost per line is linear in its length.
     """
     log = TestLog()
-    chosen = readers(log_format)
+    chosen = log_readers(log_format)
     for raw in _COLOUR.sub("", output).splitlines():
         if len(raw) > _LONGEST:
             continue
@@ -104,25 +102,20 @@ def read(output: str, log_format: LogFormat | None = None, *, failed: bool = Tru
     return log
 
 
-def results(output: str, log_format: LogFormat | None = None) -> dict[str, Result]:
-    """Every test that the output names, with its result."""
-    return read(output, log_format).results
-
-
-def passed(found: dict[str, Result], name: str) -> bool:
-    """Whether a test passed. Published lists cut names inside a test's parameters: then all that begin so must have."""
+def passed(found: dict[str, CaseResult], name: str) -> bool:
+    """Whether a test passed. Published lists truncate names in a test's parameters; then all matches must have passed."""
     outcomes = _matching(found, name)
-    return bool(outcomes) and all(outcome is Result.PASSED for outcome in outcomes)
+    return bool(outcomes) and all(outcome is CaseResult.PASSED for outcome in outcomes)
 
 
-def share(found: dict[str, Result], names: Iterable[str]) -> float:
-    """The share of the named tests that passed; all of none."""
+def share(found: dict[str, CaseResult], names: Iterable[str]) -> float:
+    """The share of the named tests that passed; 1 if none is named."""
     outcomes = [passed(found, name) for name in names]
     return sum(outcomes) / len(outcomes) if outcomes else 1.0
 
 
-def _matching(found: dict[str, Result], name: str) -> list[Result]:
-    """The results of the tests that a name stands for."""
+def _matching(found: dict[str, CaseResult], name: str) -> list[CaseResult]:
+    """The results of the tests that a name refers to."""
     for known in (name, _other(name)):
         if known in found:
             return [found[known]]
@@ -134,16 +127,16 @@ def _matching(found: dict[str, Result], name: str) -> list[Result]:
 def _unbuilt(line: str) -> bool:
     if line.startswith(_UNBUILT_STARTS) or any(part in line for part in _UNBUILT_PARTS) or _COMPILER.match(line):
         return True
-    # pytest's summary of a module that it could not import: `ERROR tests/test_a.py - ImportError`.
+    # pytest's summary line for a module it could not import: `ERROR tests/test_a.py - ImportError`.
     return line.startswith("ERROR ") and line.partition(" - ")[0].endswith(".py")
 
 
-def _note(found: dict[str, Result], name: str, result: Result) -> None:
+def _note(found: dict[str, CaseResult], name: str, result: CaseResult) -> None:
     found[name] = max(result, found.get(name, result), key=_ORDER.index)
 
 
 def _other(name: str) -> str:
-    """unittest writes a test's name in two ways, with and without the method after the class."""
+    """The other form of a unittest name: with or without the method after the class."""
     match = re.fullmatch(r"(\w+) \(([\w.<>]+)\)", name)
     if match is None:
         return ""

@@ -1,8 +1,8 @@
 """The provider listener: authenticate, read, continue, sample, record, reply.
 
-Plain ASGI, since it is on the path of every token. Whatever a harness sends, the answer is in its provider's own shape:
-a reply, or an error that says what is wrong. The whole turn is sampled and in the journal before its first content goes
-out; until then a stream is kept alive with the provider's own pings.
+Plain ASGI, because it is on the path of every token. Whatever a harness sends, the response is in its provider's own format:
+a reply, or an error that says what is wrong. The whole turn is sampled and in the journal before its first content is sent;
+until then a stream is kept alive with the provider's own pings.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import orjson
 from starlette.types import Message as Event
 from starlette.types import Receive, Scope, Send
 
-from towline import exact_json
+from towline.common import exact_json
+from towline.common.crashpoints import crash_point
 from towline.conversation import Request
-from towline.crashpoints import crash_point
-from towline.dialects.base import Call, Dialect, Response, Route, Stream
+from towline.dialects.base import Dialect, DialectCall, ReplyStream, Response, Route
 from towline.errors import ApiError, BadRequest, ErrorKind, FidelityError
 from towline.gateway.calls import FailedCall
 from towline.gateway.gateway import Gateway
-from towline.gateway.session import Session, Turns
+from towline.gateway.session import GatewaySession, RequestTurns
 from towline.schema import POLICY
 
 log = logging.getLogger("towline.gateway")
-_IN_PATH = re.compile(r"/s/([A-Za-z0-9_-]{8,200})(/.*)")
-_PIECE = 65_536
-_STORED = ("stored", "delete_stored")
-_STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_KEY_IN_PATH = re.compile(r"/s/([A-Za-z0-9_-]{8,200})(/.*)")
+_CHUNK_BYTES = 65_536
+_STORED_OPERATIONS = ("stored", "delete_stored")
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-class _Left(Exception):
+class _Disconnected(Exception):
     """The client closed its connection."""
 
 
-class Connection:
-    """One HTTP exchange: its body, its answer, and whether the client is still there."""
+class HttpExchange:
+    """One HTTP request and its response, and whether the client is still connected."""
 
     def __init__(self, receive: Receive, send: Send):
         self._receive = receive
@@ -50,47 +50,47 @@ class Connection:
         self._watch: asyncio.Task[None] | None = None
         self.started = False
         self.ended = False
-        self.left = False
-        self.stream: Stream | None = None
-        """Writes the answer, if that has begun as a stream."""
+        self.disconnected = False
+        self.stream: ReplyStream | None = None
+        """Writes the response, once it has started as a stream."""
 
     async def body(self, limit: int, announced: str) -> bytes:
-        """The request's body; `announced` is its content-length header, if it has one."""
+        """The request's body; `announced` is its content-length header, if any."""
         chunks: list[bytes] = []
         size = 0
         if announced.isascii() and announced.isdecimal() and int(announced) > limit:
-            raise ApiError(ErrorKind.TOO_LARGE, f"the body is larger than {limit} bytes")
+            raise ApiError(ErrorKind.TOO_LARGE, f"the request body is larger than {limit} bytes")
         while True:
             event: Event = await self._receive()
             if event["type"] == "http.disconnect":
-                self.left = True
-                raise _Left
+                self.disconnected = True
+                raise _Disconnected
             chunk = event.get("body", b"")
             size += len(chunk)
             if size > limit:
-                raise ApiError(ErrorKind.TOO_LARGE, f"the body is larger than {limit} bytes")
+                raise ApiError(ErrorKind.TOO_LARGE, f"the request body is larger than {limit} bytes")
             if chunk:
                 chunks.append(chunk)
             if not event.get("more_body", False):
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def watch(self) -> asyncio.Task[None]:
-        """A task that ends when the client leaves."""
+        """A task that ends when the client disconnects."""
         if self._watch is None:
-            self._watch = asyncio.get_running_loop().create_task(self._until_left())
+            self._watch = asyncio.get_running_loop().create_task(self._until_disconnected())
         return self._watch
 
-    async def _until_left(self) -> None:
+    async def _until_disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.left = True
+        self.disconnected = True
 
     def close(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
 
     async def respond(self, response: Response) -> bool:
-        """The whole answer; whether the client was there until the end of it."""
+        """Send the whole response; returns whether the client stayed connected to the end."""
         headers = {"content-type": "application/json", **response.headers, "content-length": str(len(response.body))}
         await self.begin(response.status, headers)
         return await self.end(response.body)
@@ -100,40 +100,40 @@ class Connection:
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
-    async def begin_stream(self, stream: Stream) -> bytes:
-        """Send the headers; the first bytes, to go out with what follows."""
+    async def begin_stream(self, stream: ReplyStream) -> bytes:
+        """Send the headers; returns the first bytes, which are sent with what follows."""
         self.stream = stream
-        await self.begin(200, {"content-type": stream.content_type, **_STREAMED})
+        await self.begin(200, {"content-type": stream.content_type, **_STREAM_HEADERS})
         return stream.start()
 
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes) -> bool:
-        """The rest of the answer; whether the client was there until the end of it.
+        """Send the rest of the response; returns whether the client stayed connected to the end.
 
-        Every piece waits until most of those before it have been taken, so that a client that leaves in the middle of a
-        long answer is noticed. What it takes for the end of the answer is in the last piece only.
+        Each chunk waits until most of the previous ones have been received, so that a disconnect in the middle of a long
+        response is noticed. Only the last chunk contains what the client takes for the end of the response.
         """
         self.watch()
         start = 0
-        while len(data) - start > _PIECE and not self.left:
-            await self.write(data[start : start + _PIECE])
-            start += _PIECE
-        # A client may have left in this very moment; the watch gets its turn to notice.
+        while len(data) - start > _CHUNK_BYTES and not self.disconnected:
+            await self.write(data[start : start + _CHUNK_BYTES])
+            start += _CHUNK_BYTES
+        # The client may just have disconnected; let the watch task run.
         await asyncio.sleep(0)
-        if self.left:
+        if self.disconnected:
             return False
         self.ended = True
         await self._send({"type": "http.response.body", "body": data[start:] if start else data})
-        return not self.left
+        return not self.disconnected
 
 
 class ProviderApp:
-    """Serves every dialect at its usual paths."""
+    """Serves every dialect at its provider's paths."""
 
     def __init__(self, gateway: Gateway, dialects: Sequence[Dialect], *, only: str | None = None):
-        """With `only`, the listener serves that one session and no other."""
+        """With `only`, serves that one session and no other."""
         self.gateway = gateway
         self.only = only
         self._dialects = tuple(dialects)
@@ -146,37 +146,39 @@ class ProviderApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        connection = Connection(receive, send)
+        exchange = HttpExchange(receive, send)
         path, key = _split_path(scope)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         dialect: Dialect | None = None
 
         async def refuse(error: ApiError) -> None:
-            await _refuse(connection, dialect or self._nearest(path, headers), error)
+            await _refuse(exchange, dialect or self._error_dialect(path, headers), error)
 
         try:
             route, dialect, values = self._find(scope["method"], path, headers)
             if route.operation == "probe":
-                await connection.respond(Response(200, b""))
+                await exchange.respond(Response(200, b""))
                 return
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
             session = self._authenticate(key, headers, query)
-            await self._serve(connection, session, dialect, route, Call(route.operation, {}, headers, query, values))
-        except _Left:
+            await self._serve(
+                exchange, session, dialect, route, DialectCall(route.operation, {}, headers, query, values)
+            )
+        except _Disconnected:
             return
         except ApiError as error:
             await refuse(error)
         except FidelityError:
-            log.exception("the exactness invariant is broken; the turn is refused")
-            await refuse(ApiError(ErrorKind.INTERNAL, "the gateway refused an inexact turn"))
+            log.exception("token exactness violated; the turn is refused")
+            await refuse(ApiError(ErrorKind.INTERNAL, "the gateway refused an inexact turn; see its log"))
         except Exception:
-            log.exception("unexpected error while answering %s %s", scope["method"], scope["path"].split("/s/")[0])
-            await refuse(ApiError(ErrorKind.INTERNAL, "the gateway failed; its log says why"))
+            log.exception("unexpected error while serving %s %s", scope["method"], scope["path"].split("/s/")[0])
+            await refuse(ApiError(ErrorKind.INTERNAL, "internal error in the gateway; see its log"))
         finally:
-            connection.close()
+            exchange.close()
 
     def _find(self, method: str, path: str, headers: dict[str, str]) -> tuple[Route, Dialect, dict[str, str]]:
-        """The route of a path. Where several dialects name it, the one that claims the headers, else the first."""
+        """The route of a path. Where several dialects have it, the one that claims the headers, else the first."""
         fixed = self._fixed.get((method, path))
         if fixed is not None:
             return *_claimed(fixed, headers), {}
@@ -195,87 +197,87 @@ class ProviderApp:
             return *chosen, values[matches.index(chosen)]
         if known:
             raise ApiError(ErrorKind.METHOD, f"{method} is not allowed for {path}")
-        raise ApiError(ErrorKind.NOT_FOUND, f"no such path: {method} {path}")
+        raise ApiError(ErrorKind.NOT_FOUND, f"unknown path: {method} {path}")
 
-    def _nearest(self, path: str, headers: dict[str, str]) -> Dialect:
-        """Whose shape an error has: of those that name the path, or else of all, the one that claims the headers."""
+    def _error_dialect(self, path: str, headers: dict[str, str]) -> Dialect:
+        """The dialect used to format an error for this path: of those with the path, the one that claims the headers."""
         named = dict.fromkeys(dialect for pattern, _, dialect in self._routes if pattern.fullmatch(path))
         among = list(named) or self._dialects
         return next((dialect for dialect in reversed(among) if dialect.claims(headers)), among[0])
 
-    def _authenticate(self, key: str, headers: dict[str, str], query: dict[str, str]) -> Session:
+    def _authenticate(self, key: str, headers: dict[str, str], query: dict[str, str]) -> GatewaySession:
         if not key:
             bearer = headers.get("authorization", "")
             if bearer[:7].lower() == "bearer ":
                 key = bearer[7:].strip()
         key = key or headers.get("x-api-key", "") or headers.get("x-goog-api-key", "") or query.get("key", "")
         if not key:
-            raise ApiError(ErrorKind.UNAUTHORISED, "no API key: give the session's key")
+            raise ApiError(ErrorKind.UNAUTHORISED, "no API key; send the session's key")
         session = self.gateway.by_key(key)
         if session is None or (self.only is not None and session.id != self.only):
-            raise ApiError(ErrorKind.UNAUTHORISED, "the API key is not that of an open session")
+            raise ApiError(ErrorKind.UNAUTHORISED, "the API key does not belong to an open session")
         return session
 
     async def _serve(
-        self, connection: Connection, session: Session, dialect: Dialect, route: Route, call: Call
+        self, exchange: HttpExchange, session: GatewaySession, dialect: Dialect, route: Route, call: DialectCall
     ) -> None:
         if route.operation == "models":
-            await connection.respond(dialect.models(session.models, self.gateway.created))
+            await exchange.respond(dialect.models(session.models, self.gateway.created))
             return
         if route.operation == "model":
-            await connection.respond(dialect.model(call.path["model"], self.gateway.created))
+            await exchange.respond(dialect.model(call.path["model"], self.gateway.created))
             return
         if route.operation == "upgrade":
-            # There is no WebSocket here; clients that try one fall back to POST on this answer.
-            await connection.respond(Response(426, b"", {"upgrade": "websocket", "connection": "close"}))
+            # WebSockets are not supported; clients fall back to POST on this status.
+            await exchange.respond(Response(426, b"", {"upgrade": "websocket", "connection": "close"}))
             return
-        if route.operation in _STORED:
-            await self._stored(connection, session, dialect, route, call)
+        if route.operation in _STORED_OPERATIONS:
+            await self._stored(exchange, session, dialect, route, call)
             return
         limit = self.gateway.settings.body_bytes
-        call.body = _json(await connection.body(limit, call.headers.get("content-length", "")))
+        call.body = _json(await exchange.body(limit, call.headers.get("content-length", "")))
         request: Request | None = None
         try:
-            request, thread = session.read(dialect, call)
-            images = await session.look(request, thread)
+            request, conversation = session.read(dialect, call)
+            images = await session.resolve_images(request, conversation)
             if route.operation == "count_tokens":
-                await connection.respond(dialect.count(session.count(request, thread, images)))
+                await exchange.respond(dialect.count(session.count(request, conversation, images)))
                 return
-            turns = session.start(request, thread, images)
+            turns = session.start(request, conversation, images)
         except RecursionError as error:
-            raise BadRequest("the body is nested too deeply") from error
+            raise BadRequest("the request body is nested too deeply") from error
         except ApiError as error:
-            if request is None or not request.stream or error.kind not in dialect.told_in_stream:
+            if request is None or not request.stream or error.kind not in dialect.errors_in_stream:
                 raise
             stream = dialect.stream(request, secrets.token_hex(12), int(time.time()), request.model)
-            await connection.end(await connection.begin_stream(stream) + stream.error(error))
+            await exchange.end(await exchange.begin_stream(stream) + stream.error(error))
             return
         except Exception as error:
             session.calls.fail(FailedCall("internal", str(error) or repr(error), POLICY, None, None))
             raise
         try:
             if request.stream:
-                await self._stream(connection, session, dialect, turns)
+                await self._stream(exchange, session, dialect, turns)
             else:
-                await self._whole(connection, session, dialect, turns)
-        except (_Left, ApiError):
+                await self._whole(exchange, session, dialect, turns)
+        except (_Disconnected, ApiError):
             raise
         except Exception as error:
-            # Sampled, and the client gets no answer all the same: nothing that the policy did.
+            # The turn was sampled but cannot be delivered: not the policy's fault.
             session.undelivered(turns, error)
             raise
         finally:
             session.release(turns, self.gateway.settings.orphan_seconds)
 
     async def _stored(
-        self, connection: Connection, session: Session, dialect: Dialect, route: Route, call: Call
+        self, exchange: HttpExchange, session: GatewaySession, dialect: Dialect, route: Route, call: DialectCall
     ) -> None:
-        """An answer that was kept under its id: shown again, whole or as the stream that it was, or forgotten."""
+        """A response stored by id: returned whole or as a stream, or deleted."""
         answer = call.path["answer"]
         if route.operation == "delete_stored":
-            session.answers.forget(answer)
+            session.responses.delete(answer)
             body = orjson.dumps({"id": answer, "object": "response", "deleted": True})
-            await connection.respond(Response(200, body))
+            await exchange.respond(Response(200, body))
             return
         turns = session.stored(answer, call.query)
         error = await session.failed(turns)
@@ -283,59 +285,63 @@ class ProviderApp:
             raise error
         kept = session.answer(turns)
         if not turns.request.stream:
-            await connection.respond(dialect.write(turns.request, kept))
+            await exchange.respond(dialect.write(turns.request, kept))
             return
         stream = dialect.stream(turns.request, turns.id, kept.created, kept.model)
-        await connection.end(await connection.begin_stream(stream) + b"".join(stream.finish(kept)))
+        await exchange.end(await exchange.begin_stream(stream) + b"".join(stream.finish(kept)))
 
-    async def _whole(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns) -> None:
+    async def _whole(
+        self, exchange: HttpExchange, session: GatewaySession, dialect: Dialect, turns: RequestTurns
+    ) -> None:
         if not turns.work.done():
-            await asyncio.wait((turns.work, connection.watch()), return_when=asyncio.FIRST_COMPLETED)
-            if connection.left:
-                raise _Left
+            await asyncio.wait((turns.work, exchange.watch()), return_when=asyncio.FIRST_COMPLETED)
+            if exchange.disconnected:
+                raise _Disconnected
         error = await session.failed(turns)
         if error is not None:
             raise error
         crash_point("gateway.before_reply")
-        received = await connection.respond(dialect.write(turns.request, session.answer(turns)))
+        received = await exchange.respond(dialect.write(turns.request, session.answer(turns)))
         crash_point("gateway.after_reply")
         if received:
             await session.delivered(turns)
 
-    async def _stream(self, connection: Connection, session: Session, dialect: Dialect, turns: Turns) -> None:
+    async def _stream(
+        self, exchange: HttpExchange, session: GatewaySession, dialect: Dialect, turns: RequestTurns
+    ) -> None:
         ping = self.gateway.settings.ping_seconds
         stream = dialect.stream(turns.request, turns.id, int(time.time()), turns.request.model)
         head = b""
         while not turns.work.done():
-            await asyncio.wait((turns.work, connection.watch()), timeout=ping, return_when=asyncio.FIRST_COMPLETED)
-            if connection.left:
-                raise _Left
+            await asyncio.wait((turns.work, exchange.watch()), timeout=ping, return_when=asyncio.FIRST_COMPLETED)
+            if exchange.disconnected:
+                raise _Disconnected
             if turns.work.done():
                 break
-            if not connection.started:
-                head = await connection.begin_stream(stream)
-            await connection.write(head + stream.ping())
+            if not exchange.started:
+                head = await exchange.begin_stream(stream)
+            await exchange.write(head + stream.ping())
             head = b""
         error = await session.failed(turns)
         if error is not None:
             raise error
         answer = session.answer(turns)
-        if not connection.started:
-            head = await connection.begin_stream(stream)
+        if not exchange.started:
+            head = await exchange.begin_stream(stream)
         crash_point("gateway.before_reply")
-        received = await connection.end(head + b"".join(stream.finish(answer)))
+        received = await exchange.end(head + b"".join(stream.finish(answer)))
         crash_point("gateway.after_reply")
         if received:
             await session.delivered(turns)
 
 
-async def _refuse(connection: Connection, dialect: Dialect, error: ApiError) -> None:
-    if connection.left or connection.ended:
+async def _refuse(exchange: HttpExchange, dialect: Dialect, error: ApiError) -> None:
+    if exchange.disconnected or exchange.ended:
         return
-    if not connection.started:
-        await connection.respond(dialect.error(error))
-    elif connection.stream is not None:
-        await connection.end(connection.stream.error(error))
+    if not exchange.started:
+        await exchange.respond(dialect.error(error))
+    elif exchange.stream is not None:
+        await exchange.end(exchange.stream.error(error))
 
 
 def _claimed(routes: Sequence[tuple[Route, Dialect]], headers: dict[str, str]) -> tuple[Route, Dialect]:
@@ -345,14 +351,14 @@ def _claimed(routes: Sequence[tuple[Route, Dialect]], headers: dict[str, str]) -
 
 
 def _split_path(scope: Scope) -> tuple[str, str]:
-    """The path without a key in it, and that key."""
+    """The path without the key in it, and the key."""
     path: str = scope["path"]
-    found = _IN_PATH.fullmatch(path)
+    found = _KEY_IN_PATH.fullmatch(path)
     return (found.group(2), unquote(found.group(1))) if found is not None else (path, "")
 
 
 def _pattern(route: Route) -> re.Pattern[str]:
-    """`{name}` is one path segment, `{name:path}` any rest."""
+    """`{name}` matches one path segment, `{name:path}` the rest."""
     parts = re.split(r"\{(\w+)(:path)?\}", route.path)
     text = ""
     for index in range(0, len(parts), 3):
@@ -366,7 +372,7 @@ def _json(body: bytes) -> dict[str, Any]:
     try:
         value = exact_json.loads(body)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
+        raise BadRequest(f"the request body is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise BadRequest("the body must be a JSON object")
+        raise BadRequest("the request body must be a JSON object")
     return value

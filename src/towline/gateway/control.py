@@ -1,6 +1,6 @@
-"""The control listener: sessions and the policy, for the trainer and the node. Never for a harness.
+"""The control listener: sessions and the policy, for trainers and the node. Never reachable by a harness.
 
-Every route but `/healthz` needs the control key.
+All routes except `/healthz` require the control key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from towline.engines.base import PauseMode
 from towline.errors import ConfigError, TowlineError
 from towline.gateway.gateway import Gateway, SessionError
-from towline.gateway.session import Session
+from towline.gateway.session import GatewaySession
 from towline.schema import EndReason, Trajectory
 
 ARROW = "application/vnd.apache.arrow.stream"
@@ -30,7 +30,7 @@ _HIGHEST_VERSION = 2**31 - 1
 
 
 class _Keyed:
-    """Lets a call through only with the control key."""
+    """Middleware that requires the control key."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app = app
@@ -46,15 +46,17 @@ class _Keyed:
         await self.app(scope, receive, send)
 
 
-class Control:
+class ControlApi:
+    """The control routes of one gateway."""
+
     def __init__(self, gateway: Gateway, base_url: str):
         self.gateway = gateway
         self.base_url = base_url
-        """How harnesses reach the provider listener."""
+        """The URL at which harnesses reach the provider listener."""
 
     def app(self, key: str) -> ASGIApp:
         if not key:
-            raise TowlineError("the control listener needs a key")
+            raise TowlineError("the control listener needs a key; set one")
         routes = [
             Route("/healthz", self.healthz),
             Route("/v1/sessions", self.create, methods=["POST"]),
@@ -79,7 +81,7 @@ class Control:
         return JSONResponse({**_summary(session), "key": key, "base_urls": self._urls(key)}, 201)
 
     def _urls(self, key: str) -> dict[str, str]:
-        """Where a client of each kind points its base URL."""
+        """The base URL for each kind of client."""
         root = self.base_url
         return {"root": root, "openai": f"{root}/v1", "keyed": f"{root}/s/{key}", "keyed_openai": f"{root}/s/{key}/v1"}
 
@@ -139,13 +141,13 @@ class Control:
         return await self.policy(request)
 
 
-def _summary(session: Session) -> dict[str, Any]:
+def _summary(session: GatewaySession) -> dict[str, Any]:
     return {
         "id": session.id,
         "group": session.group,
         "created": session.created,
         "turns": len(session.graph.nodes),
-        "in_flight": len(session.work),
+        "in_flight": session.in_flight,
         "sampled_tokens": session.sampled_tokens,
         "failed_calls": len(session.calls.failed),
     }

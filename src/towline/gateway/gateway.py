@@ -1,9 +1,12 @@
-"""The gateway itself: its engines with their codecs, one journal, and the sessions that harnesses talk through.
+"""The gateway: its engines with their codecs, one journal, and the sessions that harnesses talk through.
 
-The policy is the engine that is trained: pauses and weight updates are for it alone. Further engines are frozen (`lanes`).
+The policy is the engine that is trained: pauses and weight updates apply to it alone. Other engines are frozen
+(`model_routes`).
 
 Order of writing, so that nothing acknowledged is lost: a session is in the journal before its key is given out; a turn
-before its reply; a sealed session's trajectory is a file (written, synced, renamed) before the journal says `sealed`.
+before its reply; a session's trajectory is a file (written, synced, renamed) before the journal says `sealed`. The file is
+written once: `end` builds the trajectory, the caller completes it (reward, metadata), `store` writes it. Until then the
+journal has the session.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,24 +25,25 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from towline.arrays import Ids
+from towline.common.arrays import Ids
+from towline.common.crashpoints import crash_point
+from towline.common.files import QUARANTINE, Quarantine
+from towline.common.mappings import deep_merge
 from towline.config import STALL_SECONDS, GatewaySettings, SessionSettings
 from towline.conversation import Finish
-from towline.crashpoints import crash_point
-from towline.engines.base import Capture, Engine
+from towline.engines.base import CaptureLevel, Engine
 from towline.errors import ConfigError, TowlineError
 from towline.gateway import records
 from towline.gateway.journal import Journal, RecordError, SyncMode, encode
-from towline.gateway.lanes import Lane, Lanes
-from towline.gateway.recovery import Recovery, set_aside
-from towline.gateway.session import Session
-from towline.quarantine import FOLDER, Quarantine
+from towline.gateway.model_routes import ModelRoute, ModelRoutes
+from towline.gateway.recovery import Recovery, quarantine_sessions, session_record
+from towline.gateway.session import GatewaySession
 from towline.schema import POLICY, BuilderName, EndReason, FailureReason, SessionState, Trajectory
-from towline.tokens.assemble import assemble
-from towline.tokens.codec import Codec
-from towline.tokens.elsewhere import ElsewhereCodec
-from towline.tokens.graph import Node
-from towline.tokens.jinja import TemplateError
+from towline.tokens.codec import ModelCodec
+from towline.tokens.graph.graph import GraphNode
+from towline.tokens.server_rendered import ServerRenderedCodec
+from towline.tokens.templates.chat_template import TemplateError
+from towline.tokens.traces.trajectory import assemble_trajectory
 
 log = logging.getLogger("towline.gateway")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -47,7 +51,7 @@ _GROUP = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,512}")
 
 
 class SessionError(TowlineError):
-    """A session that cannot be made or found; `status` is the HTTP status of the control route."""
+    """A session that cannot be created or found; `status` is the HTTP status of the control route."""
 
     def __init__(self, status: int, message: str, failure: str = ""):
         super().__init__(message)
@@ -56,41 +60,48 @@ class SessionError(TowlineError):
 
 
 @dataclass(slots=True)
-class Opened:
-    session: Session
+class OpenedSession:
+    """A new session with its key."""
+
+    session: GatewaySession
     key: str
-    """Shown once, here; afterwards only its hash is kept."""
+    """Returned only here; afterwards only its hash is kept."""
 
 
 class Gateway:
+    """Serves sessions from one journal and one or more engines."""
+
     def __init__(
         self,
         engine: Engine,
-        codec: Codec,
+        codec: ModelCodec,
         settings: GatewaySettings,
         *,
         defaults: SessionSettings | None = None,
         model: str = "towline",
-        others: Mapping[str, Lane] | None = None,
+        others: Mapping[str, ModelRoute] | None = None,
         stall_seconds: float = STALL_SECONDS,
     ):
-        """`others` are further engines by name, for sessions whose `models` name them; `stall_seconds` is the policy's."""
+        """`others`: additional engines by name, for sessions whose `models` name them; `stall_seconds` is the policy's."""
         self.engine = engine
         self.codec = codec
-        policy = Lane(engine, codec, POLICY, model, trained=True, stall_seconds=stall_seconds)
-        self.lanes = Lanes(policy, others or {})
+        policy = ModelRoute(engine, codec, POLICY, model, trained=True, stall_seconds=stall_seconds)
+        self.routes = ModelRoutes(policy, others or {})
         self.settings = settings
         self.defaults = defaults or SessionSettings()
         self.model = model
-        unknown = self.lanes.unknown(self.defaults.models)
+        unknown = self.routes.unknown(self.defaults.models)
         if unknown is not None:
-            raise ConfigError(f"session.models.{unknown}: there is no engine {self.defaults.models[unknown]!r}")
+            raise ConfigError(f"session.models.{unknown}: unknown engine {self.defaults.models[unknown]!r}")
         self.created = int(time.time())
-        self.sessions: dict[str, Session] = {}
-        self._by_key: dict[str, Session] = {}
-        self._sealing: dict[str, asyncio.Task[Trajectory]] = {}
+        self.sessions: dict[str, GatewaySession] = {}
+        self._by_key: dict[str, GatewaySession] = {}
+        self._ended: dict[str, Trajectory] = {}
+        """Trajectories of sessions that have ended and are not stored yet."""
+        self._work: dict[tuple[str, str], asyncio.Task[Trajectory]] = {}
+        """Sessions that are being ended or sealed."""
         self._journal: Journal | None = None
-        self.quarantine = Quarantine(settings.data / FOLDER)
+        self.quarantine = Quarantine(settings.data / QUARANTINE)
 
     @property
     def journal(self) -> Journal:
@@ -103,7 +114,7 @@ class Gateway:
         return self.settings.data / "trajectories"
 
     async def open(self) -> None:
-        """Take the data folder, restore the sessions that were open, and start the engine."""
+        """Lock the data folder, restore the open sessions, and start the engines."""
         self.quarantine.make_folder(self.trajectories)
         self._journal = Journal.open(
             self.settings.data / "journal", mode=SyncMode(self.settings.journal), quarantine=self.quarantine
@@ -121,8 +132,8 @@ class Gateway:
             raise
 
     def _engines(self) -> list[Engine]:
-        """Every engine once: two lanes may share one."""
-        return list({id(lane.engine): lane.engine for lane in self.lanes}.values())
+        """Every engine once: two routes may share one."""
+        return list({id(route.engine): route.engine for route in self.routes}.values())
 
     async def _close_engines(self) -> None:
         failed = await asyncio.gather(*(engine.close() for engine in self._engines()), return_exceptions=True)
@@ -131,12 +142,12 @@ class Gateway:
                 raise error
 
     async def stop(self) -> None:
-        """End the turns in flight; whoever waits for one is told to try again."""
+        """End the turns in flight; waiting clients are told to retry."""
         await asyncio.gather(*(session.stop() for session in self.sessions.values()))
 
     async def close(self) -> None:
         await self.stop()
-        await asyncio.gather(*self._sealing.values(), return_exceptions=True)
+        await asyncio.gather(*self._work.values(), return_exceptions=True)
         try:
             if self._journal is not None:
                 await self._journal.close()
@@ -145,8 +156,8 @@ class Gateway:
 
     # Sessions
 
-    async def create(self, fields: dict[str, Any]) -> Opened:
-        """A new session. `fields`: id, group, instruction, later_instructions, metadata, and settings of its own."""
+    async def create(self, fields: dict[str, Any]) -> OpenedSession:
+        """Create a session. `fields`: id, group, instruction, later_instructions, metadata, settings."""
         unknown = set(fields) - {"id", "group", "instruction", "later_instructions", "metadata", "settings"}
         if unknown:
             raise SessionError(422, f"unknown field {sorted(unknown)[0]!r}")
@@ -163,145 +174,158 @@ class Gateway:
             raise SessionError(422, "metadata and settings must be objects")
         id = fields.get("id") or secrets.token_hex(8)
         if not _ID.fullmatch(id):
-            raise SessionError(422, "id must be 1 to 128 letters, digits, '.', '_' or '-'")
-        if id in self.sessions or self._file(id).exists():
-            raise SessionError(409, f"session {id!r} exists")
+            raise SessionError(
+                422, "id must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit"
+            )
+        if id in self.sessions or id in self._ended or self.trajectory_file(id).exists():
+            raise SessionError(409, f"session {id!r} already exists")
         if len(self.sessions) >= self.settings.sessions:
-            raise SessionError(429, f"{len(self.sessions)} sessions are open, which is the most allowed")
-        merged = _over(self.defaults.model_dump(mode="json"), settings)
+            raise SessionError(429, f"the limit of {self.settings.sessions} open sessions is reached")
+        merged = deep_merge(self.defaults.model_dump(mode="json"), settings)
         if isinstance(settings.get("models"), dict):
-            # The first pattern that matches wins: the session's own stand before the defaults.
+            # The first matching pattern wins: the session's own precede the defaults.
             merged["models"] = {**settings["models"], **self.defaults.models, **settings["models"]}
         try:
             chosen = SessionSettings.model_validate(merged)
         except ValidationError as error:
             first = error.errors()[0]
             raise SessionError(422, f"settings.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        unknown_name = self.lanes.unknown(chosen.models)
+        unknown_name = self.routes.unknown(chosen.models)
         if unknown_name is not None:
-            there = ", ".join(lane.name for lane in self.lanes)
-            reason = f"there is no engine {chosen.models[unknown_name]!r}; there are: {there}"
+            known = ", ".join(route.name for route in self.routes)
+            reason = f"unknown engine {chosen.models[unknown_name]!r}; known engines: {known}"
             raise SessionError(422, f"settings.models.{unknown_name}: {reason}")
-        if isinstance(self.codec, ElsewhereCodec):
-            # The engine renders by itself: nothing can be exact, and rows are stitched.
+        if isinstance(self.codec, ServerRenderedCodec):
+            # The engine renders prompts by itself: nothing can be exact, and rows are merged.
             stitched = BuilderName.MERGED if chosen.builder is BuilderName.EXACT else chosen.builder
             chosen = chosen.model_copy(update={"capture": "plain", "builder": stitched})
         key = "tl-" + secrets.token_urlsafe(32)
-        session = self.add(
-            id, hash_key(key), chosen, fields.get("group", ""), fields.get("instruction", ""), metadata, tuple(later)
+        session = GatewaySession(
+            id,
+            hash_key(key),
+            chosen,
+            self.routes,
+            self.journal,
+            fields.get("group", ""),
+            fields.get("instruction", ""),
+            metadata,
+            tuple(later),
         )
+        self.add(session)
         try:
-            await self.journal.append(records.session_record(session))
+            await self.journal.append(session_record(session))
         except BaseException as error:
             self.forget(id)
             if isinstance(error, RecordError):
                 raise SessionError(422, f"metadata or settings cannot be recorded: {error}") from error
             raise
-        return Opened(session, key)
+        return OpenedSession(session, key)
 
-    def add(
-        self,
-        id: str,
-        key_hash: str,
-        settings: SessionSettings,
-        group: str,
-        instruction: str,
-        metadata: dict[str, Any],
-        later_instructions: tuple[str, ...] = (),
-        created: float | None = None,
-    ) -> Session:
-        session = Session(
-            id,
-            key_hash,
-            settings,
-            self.lanes,
-            self.journal,
-            group,
-            instruction,
-            metadata,
-            later_instructions,
-            time.time() if created is None else created,
-        )
-        self.sessions[id] = session
-        self._by_key[key_hash] = session
-        return session
+    def add(self, session: GatewaySession) -> None:
+        self.sessions[session.id] = session
+        self._by_key[session.key_hash] = session
 
     def forget(self, id: str) -> None:
-        """The session is over: its key stops working."""
+        """Forget a session: its key stops working."""
         session = self.sessions.pop(id, None)
         if session is not None:
             self._by_key.pop(session.key_hash, None)
 
-    async def set_aside(self, id: str, reason: str) -> None:
-        """End a session that cannot be built: what the journal has of it is kept in the quarantine."""
+    async def quarantine_session(self, id: str, reason: str) -> None:
+        """End a session whose trajectory cannot be built, and keep its journal records in the quarantine."""
         session = self.sessions.get(id)
         if session is not None:
             await session.end()
-        await set_aside(self.journal, self.quarantine, {id: reason})
+        await quarantine_sessions(self.journal, self.quarantine, {id: reason})
         self.forget(id)
 
-    def by_key(self, key: str) -> Session | None:
+    def by_key(self, key: str) -> GatewaySession | None:
         return self._by_key.get(hash_key(key))
 
-    def get(self, id: str) -> Session:
+    def get(self, id: str) -> GatewaySession:
         session = self.sessions.get(id)
         if session is None:
-            raise SessionError(404, f"no session {id!r}")
+            raise SessionError(404, f"unknown session {id!r}")
         return session
 
     async def seal(self, id: str, end_reason: EndReason = EndReason.EXITED) -> Trajectory:
-        """End a session: its key stops working, its trajectory is written. Sealing twice gives the same trajectory."""
-        if id in self._sealing:
-            return await asyncio.shield(self._sealing[id])
-        if id not in self.sessions:
+        """End a session and store its trajectory. Sealing twice returns the same trajectory."""
+        if id not in self.sessions and id not in self._ended:
             return self._stored(id)
-        task = asyncio.get_running_loop().create_task(self._seal(self.sessions[id], end_reason))
-        self._sealing[id] = task
-        task.add_done_callback(lambda task: self._sealed(id, task))
-        return await asyncio.shield(task)
+        return await self._once("seal", id, lambda: self._seal(id, end_reason))
 
-    def _sealed(self, id: str, task: asyncio.Task[Trajectory]) -> None:
-        self._sealing.pop(id, None)
+    async def _seal(self, id: str, end_reason: EndReason) -> Trajectory:
+        trajectory = await self.end(id, end_reason)
+        await self.store(trajectory)
+        return trajectory
+
+    async def end(self, id: str, end_reason: EndReason) -> Trajectory:
+        """End a session: its key stops working. Its trajectory is built; the caller completes it, and stores it here
+        (`store`) or elsewhere (then `release`). Until then the journal keeps the session."""
+        if id in self._ended:
+            return self._ended[id]
+        return await self._once("end", id, lambda: self._end(self.get(id), end_reason))
+
+    async def _once(self, what: str, id: str, work: Callable[[], Coroutine[Any, Any, Trajectory]]) -> Trajectory:
+        """The result of the work, which concurrent callers share and a cancelled caller does not cancel."""
+        key = (what, id)
+        if key not in self._work:
+            self._work[key] = asyncio.get_running_loop().create_task(work())
+            self._work[key].add_done_callback(lambda task: self._done(key, task))
+        return await asyncio.shield(self._work[key])
+
+    def _done(self, key: tuple[str, str], task: asyncio.Task[Trajectory]) -> None:
+        del self._work[key]
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("session %s could not be sealed: %s", id, " ".join(str(error).split()))
+            log.error("cannot %s session %s: %s", *key, " ".join(str(error).split()))
 
-    async def _seal(self, session: Session, end_reason: EndReason) -> Trajectory:
+    async def _end(self, session: GatewaySession, end_reason: EndReason) -> Trajectory:
         await session.end()
-        # Nothing changes in the session any more, and a long one takes a while: the others are not to wait for it.
-        trajectory = await asyncio.to_thread(self._write, session, end_reason)
-        crash_point("gateway.before_sealed")
-        await self.journal.append(encode(records.SEALED, {"session": session.id}, {}))
-        crash_point("gateway.after_sealed")
+        # Nothing changes in the session any more, and building a long one takes a while: other sessions must not wait.
+        trajectory = await asyncio.to_thread(self._build_final, session, end_reason)
+        self._ended[session.id] = trajectory
         self.forget(session.id)
         return trajectory
 
-    def _write(self, session: Session, end_reason: EndReason) -> Trajectory:
-        failed = session.failure
-        state = SessionState.DONE if failed is None else SessionState.FAILED
-        trajectory = self.build(session, state, end_reason, self._plain_prompts(session))
+    def _build_final(self, session: GatewaySession, end_reason: EndReason) -> Trajectory:
+        state = SessionState.DONE if session.failure is None else SessionState.FAILED
+        return self.build(session, state, end_reason, self._plain_prompts(session))
+
+    async def store(self, trajectory: Trajectory) -> None:
+        """Write a session's final trajectory to its file, durably, and release the session."""
+        id = trajectory.session_id
         try:
-            trajectory.write(self._file(session.id))
+            await asyncio.to_thread(trajectory.write, self.trajectory_file(id))
         except OSError as error:
-            raise SessionError(
-                500, f"the trajectory of {session.id!r} cannot be written: {error}", "storage"
-            ) from error
-        return trajectory
+            raise SessionError(500, f"the trajectory of {id!r} cannot be written: {error}", "storage") from error
+        await self.release(id)
+
+    async def release(self, id: str) -> None:
+        """The final trajectory of an ended session is stored: mark the session as sealed in the journal."""
+        if id in self._ended:
+            crash_point("gateway.before_sealed")
+            await self._append_sealed(id)
+            crash_point("gateway.after_sealed")
+            self._ended.pop(id, None)
+
+    async def _append_sealed(self, id: str) -> None:
+        await self.journal.append(encode(records.SEALED, {"session": id}, {}))
 
     def trajectory(self, id: str) -> Trajectory:
-        """What there is of a session so far, or all of it once it is sealed."""
+        """The trajectory of a session so far, or all of it once the session has ended."""
         session = self.sessions.get(id)
         return self._stored(id) if session is None else self.build(session, SessionState.RUNNING, None)
 
     def build(
         self,
-        session: Session,
+        session: GatewaySession,
         state: SessionState,
         end_reason: EndReason | None,
-        plain_prompts: dict[Node, Ids] | None = None,
+        plain_prompts: dict[GraphNode, Ids] | None = None,
     ) -> Trajectory:
-        """Without `plain_prompts`, how a plain server would differ is not measured: that takes long for long sessions."""
+        """Without `plain_prompts`, the difference to a plain server is not measured, which is slow for long sessions."""
         settings, failed = session.settings, session.failure if state is SessionState.FAILED else None
-        return assemble(
+        return assemble_trajectory(
             session.graph,
             session_id=session.id,
             group_id=session.group,
@@ -322,65 +346,59 @@ class Gateway:
             metadata=session.metadata,
         )
 
-    def _ends(self, session: Session) -> frozenset[int]:
-        """The ids that end a message: the codec's, or where that knows none, those that turns were seen to end on."""
+    def _ends(self, session: GatewaySession) -> frozenset[int]:
+        """The ids that end a message: the codec's, or if it knows none, those that turns ended on."""
         if self.codec.end_ids:
             return self.codec.end_ids
         stopped = (n for n in session.graph.nodes if n.finish is Finish.STOP and len(n.sampled))
         return frozenset(int(node.sampled[-1]) for node in stopped)
 
-    def _plain_prompts(self, session: Session) -> dict[Node, Ids]:
-        """What a plain server would have rendered for the last request of each conversation."""
-        prompts: dict[Node, Ids] = {}
-        if self.engine.info.capture is not Capture.TOKENS or isinstance(self.codec, ElsewhereCodec):
+    def _plain_prompts(self, session: GatewaySession) -> dict[GraphNode, Ids]:
+        """The prompts that a plain server would have rendered for the last request of each conversation."""
+        prompts: dict[GraphNode, Ids] = {}
+        if self.engine.info.capture is not CaptureLevel.TOKENS or isinstance(self.codec, ServerRenderedCodec):
             return prompts
-        for thread in session.reader.threads:
-            node = thread.node
+        for conversation in session.reader.conversations:
+            node = conversation.node
             if node is None or node.finish is None or node.prefill is not None or node.untrained is not None:
                 continue
             try:
-                # A plain server shows the model its own call ids too, where it samples them.
-                frame = replace(session.frames[node.key], images=thread.images)
-                plain = self.codec.prompt(session.graph.native(thread.messages), frame)
+                # A plain server also shows the model its own call ids, where the model samples them.
+                context = replace(session.contexts[node.key], images=conversation.images)
+                plain = self.codec.prompt(session.graph.native(conversation.messages), context)
             except TemplateError:
                 continue
             prompts[node] = np.asarray(plain.ids, np.int32)
         return prompts
 
-    def _file(self, id: str) -> Path:
+    def trajectory_file(self, id: str) -> Path:
         return self.trajectories / f"{id}.arrow"
 
     def _stored(self, id: str) -> Trajectory:
-        if not _ID.fullmatch(id) or not self._file(id).is_file():
-            raise SessionError(404, f"no session {id!r}")
-        return Trajectory.read(self._file(id))
+        if id in self._ended:
+            return self._ended[id]
+        if not _ID.fullmatch(id) or not self.trajectory_file(id).is_file():
+            raise SessionError(404, f"unknown session {id!r}")
+        return Trajectory.read(self.trajectory_file(id))
 
     # After a crash
 
     async def _finish_sealing(self, sealed: set[str]) -> None:
-        """A trajectory that is written is whole: a crash cut off only the record that says so."""
+        """A trajectory file is complete: the crash prevented only the `sealed` record."""
         for draft in self.trajectories.glob(".*.tmp"):
             if not draft.is_dir():
                 draft.unlink()
-        for session in [session for id, session in self.sessions.items() if self._file(id).exists()]:
+        for session in [session for id, session in self.sessions.items() if self.trajectory_file(id).exists()]:
             try:
-                await asyncio.to_thread(Trajectory.read, self._file(session.id))
+                await asyncio.to_thread(Trajectory.read, self.trajectory_file(session.id))
             except (TowlineError, OSError, ValueError) as error:
-                # The journal still has it: it is sealed anew.
-                await asyncio.to_thread(self.quarantine.move, self._file(session.id), str(error))
+                # The journal still has the session: it is ended again.
+                await asyncio.to_thread(self.quarantine.move, self.trajectory_file(session.id), str(error))
                 continue
-            await self.journal.append(encode(records.SEALED, {"session": session.id}, {}))
+            await self._append_sealed(session.id)
             self.forget(session.id)
             sealed.add(session.id)
 
 
 def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _over(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in over.items():
-        old = merged.get(name)
-        merged[name] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged

@@ -1,25 +1,22 @@
-"""Journal records: a session, its tools, its turns. What is written is enough to continue after a crash.
+"""Journal records: a session, its tools, its turns. They suffice to resume the session after a crash.
 
-A turn's record holds its parent's id, its suffix and what was sampled; the prompt before that is in its ancestors'
-records. The key of a session is recorded only as a hash.
+A turn's record contains its parent's id, its suffix and what was sampled; the prompt before that is in the records of its
+ancestors. A session's key is recorded only as a hash.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from towline.common.images import PlacedImage
 from towline.conversation import Finish, Hints, Media, Message, Reply, ToolCall
 from towline.gateway.journal import Record, RecordError, encode
-from towline.images import Placed
 from towline.schema import POLICY, ForkReason, Untrained
-from towline.tokens.assemble import message_json, reply_json
-from towline.tokens.codec import Frame
-from towline.tokens.graph import Graph, Node
-
-if TYPE_CHECKING:
-    from towline.gateway.session import Session
+from towline.tokens.codec import RenderContext
+from towline.tokens.graph.graph import Graph, GraphNode
+from towline.tokens.traces.trajectory import message_json, reply_json
 
 SESSION, TOOLS, TURN, DELIVERED, SEALED = "session", "tools", "turn", "delivered", "sealed"
 
@@ -27,24 +24,7 @@ SESSION, TOOLS, TURN, DELIVERED, SEALED = "session", "tools", "turn", "delivered
 _HINTS = tuple(field.name for field in fields(Hints))
 
 
-def session_record(session: Session) -> bytes:
-    return encode(
-        SESSION,
-        {
-            "session": session.id,
-            "key": session.key_hash,
-            "settings": session.settings.model_dump(mode="json"),
-            "group": session.group,
-            "instruction": session.instruction,
-            "later_instructions": list(session.later_instructions),
-            "metadata": session.metadata,
-            "created": session.created,
-        },
-        {},
-    )
-
-
-def turn_record(session: str, node: Node) -> bytes:
+def turn_record(session: str, node: GraphNode) -> bytes:
     fields: dict[str, Any] = {
         "session": session,
         "id": node.id,
@@ -58,7 +38,7 @@ def turn_record(session: str, node: Node) -> bytes:
         "request_hash": node.request_hash.hex(),
         "reply_base": node.reply_base.hex(),
         "shortened_hash": node.shortened_hash.hex() if node.shortened_hash else None,
-        "covered": node.covered,
+        "covered": node.message_count,
         "new": [_message_fields(message) for message in node.new],
         "prefill": _message_fields(node.prefill) if node.prefill else None,
         "hints": {name: getattr(node.hints, name) for name in _HINTS},
@@ -71,9 +51,9 @@ def turn_record(session: str, node: Node) -> bytes:
         "engine": node.engine,
         "untrained": node.untrained,
         "difference": node.difference,
-        "ruled": node.ruled,
-        "shares": node.shares.id if node.shares else None,
-        "kept": node.kept,
+        "ruled": node.role_override,
+        "shares": node.appended_turn.id if node.appended_turn else None,
+        "kept": node.kept_ids,
         "images": [[i.media.digest, i.start, i.length, i.key, i.written, i.reported] for i in node.images],
         "meta": node.meta,
         "finish": node.finish,
@@ -89,7 +69,7 @@ def turn_record(session: str, node: Node) -> bytes:
     return _record(TURN, session, fields, arrays)
 
 
-def tools_record(session: str, key: str, frame: Frame) -> bytes:
+def tools_record(session: str, key: str, frame: RenderContext) -> bytes:
     """What the turns under one root key share; written once, before the first of them."""
     tools = [asdict(tool) for tool in frame.tools]
     return _record(
@@ -107,7 +87,7 @@ def _record(kind: str, session: str, fields: dict[str, Any], arrays: dict[str, A
 
 
 def fields_of(record: Record) -> dict[str, Any]:
-    """The fields that were recorded, however they were written."""
+    """The recorded fields, in either encoding."""
     fields: dict[str, Any] = record.fields
     return json.loads(fields["text"]) if "text" in fields else fields
 
@@ -116,8 +96,8 @@ def delivered_record(session: str, turn: str) -> bytes:
     return encode(DELIVERED, {"session": session, "id": turn}, {})
 
 
-def restore_turn(graph: Graph, record: Record) -> Node | None:
-    """Put a recorded turn back into its graph; a record seen twice is one turn."""
+def restore_turn(graph: Graph, record: Record) -> GraphNode | None:
+    """Put a recorded turn back into its graph; a duplicate record is ignored."""
     fields, arrays = fields_of(record), record.arrays
     if fields["id"] in graph.by_id:
         return None
@@ -125,10 +105,10 @@ def restore_turn(graph: Graph, record: Record) -> Node | None:
     reply = fields["reply"]
     untrained = fields.get("untrained")
     parent = graph.by_id[fields["parent"]] if fields["parent"] else None
-    # A turn that was in flight at the crash has no record; what came from it keeps its reason only.
+    # A turn that was in flight at the crash has no record; turns that forked from it keep only the reason.
     origin = graph.by_id.get(fields["origin"] or "")
     new = [_message(item) for item in fields["new"]]
-    node = Node(
+    node = GraphNode(
         id=fields["id"],
         index=fields["index"],
         key=fields["key"],
@@ -138,7 +118,7 @@ def restore_turn(graph: Graph, record: Record) -> Node | None:
         request_hash=bytes.fromhex(fields["request_hash"]),
         reply_base=bytes.fromhex(fields["reply_base"]),
         shortened_hash=bytes.fromhex(shortened) if shortened else None,
-        covered=fields["covered"],
+        message_count=fields["covered"],
         origin=origin,
         origin_inferred=fields["origin_inferred"],
         reason=ForkReason(fields["reason"]) if fields["reason"] else None,
@@ -156,9 +136,9 @@ def restore_turn(graph: Graph, record: Record) -> Node | None:
         images=tuple(_placed(image, new, parent or origin) for image in fields.get("images", ())),
         meta=fields["meta"],
         difference=fields.get("difference", {}),
-        ruled=fields.get("ruled", ""),
-        shares=graph.by_id.get(fields.get("shares") or ""),
-        kept=fields.get("kept", 0),
+        role_override=fields.get("ruled", ""),
+        appended_turn=graph.by_id.get(fields.get("shares") or ""),
+        kept_ids=fields.get("kept", 0),
         sampled=arrays["sampled"],
         logprobs=arrays["logprobs"],
         versions=arrays["versions"],
@@ -184,14 +164,14 @@ def _message(fields: dict[str, Any]) -> Message:
     return Message(fields["role"], fields["text"], reasoning, calls, id, name, media)
 
 
-def _placed(fields: list[Any], new: list[Message], before: Node | None) -> Placed:
-    """An image of a prompt. Its URL, which may be all of it, is in the record of the turn that it was new to."""
+def _placed(fields: list[Any], new: list[Message], before: GraphNode | None) -> PlacedImage:
+    """An image of a prompt. Its URL, which may contain the whole image, is in the record of the turn that introduced it."""
     digest, start, length, key, written, reported = fields
     while (media := next((m for message in new for m in message.media if m.digest == digest), None)) is None:
         if before is None:
-            raise RecordError(f"no turn of the session holds the image {digest}")
+            raise RecordError(f"no turn of the session contains the image {digest}")
         new, before = before.new, before.parent or before.origin
-    return Placed(media, start, length, key, tuple(written), reported)
+    return PlacedImage(media, start, length, key, tuple(written), reported)
 
 
 def _reply(fields: dict[str, Any], stop_string: str | None) -> Reply:

@@ -1,44 +1,56 @@
-"""The sessions that a journal holds, restored at the start. Whatever cannot be restored is set aside, and stops nothing.
+"""Restores the sessions of a journal at start. A session that cannot be restored is quarantined and stops nothing.
 
-A session with a record that does not fit (of another version, damaged, or without the record it refers to) is no session any
-more: all that the journal has of it is kept in the quarantine, as a journal of its own, and the rest of its records are
-passed over. Its key does not work; whoever asked for the session runs it again.
+If a record of a session is unusable (incompatible, damaged, or without the record it refers to), all records of the session
+are moved to the quarantine as a journal of their own. Its key stops working, and the session has to be run again.
 """
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from towline.common.files import Quarantine
 from towline.config import SessionSettings
 from towline.conversation import Tool
 from towline.gateway import records
 from towline.gateway.journal import Disk, Journal, Record, RecordError, encode
 from towline.gateway.journal.segments import SegmentWriter
-from towline.quarantine import Quarantine
-from towline.tokens.codec import Frame
+from towline.gateway.model_routes import ModelRoutes
+from towline.gateway.session import GatewaySession
+from towline.tokens.codec import RenderContext
 
-if TYPE_CHECKING:
-    from towline.gateway.gateway import Gateway
+
+class SessionTable(Protocol):
+    """The open sessions of a gateway."""
+
+    sessions: dict[str, GatewaySession]
+    routes: ModelRoutes
+
+    @property
+    def journal(self) -> Journal: ...
+
+    def add(self, session: GatewaySession) -> None: ...
+
+    def forget(self, id: str) -> None: ...
 
 
 class Recovery:
-    """One pass over the journal, for a gateway that is being opened."""
+    """One pass over the journal while a gateway opens."""
 
-    def __init__(self, gateway: Gateway, quarantine: Quarantine):
-        self._gateway = gateway
+    def __init__(self, table: SessionTable, quarantine: Quarantine):
+        self._table = table
         self._quarantine = quarantine
         self.sealed: set[str] = set()
-        """Sessions that are over: their records may go."""
+        """Sessions that are sealed; their records may be dropped."""
         self._broken: dict[str, str] = {}
-        """Those that cannot be restored, with the reason."""
+        """Sessions that cannot be restored, with the reason."""
         self._strays = False
-        """Whether the journal holds what belongs to no session."""
+        """Whether the journal contains records that belong to no session."""
 
     @property
     def compacts(self) -> bool:
-        """Whether there is something in the journal that is not needed any more."""
+        """Whether the journal contains records that can be dropped."""
         return bool(self.sealed) or self._strays
 
     def needed(self, record: Record) -> bool:
@@ -46,10 +58,10 @@ class Recovery:
         return id is not None and id not in self.sealed
 
     async def run(self) -> None:
-        for record in self._gateway.journal.records(self._unreadable):
+        for record in self._table.journal.records(self._unreadable):
             self._take(record)
         if self._broken:
-            await set_aside(self._gateway.journal, self._quarantine, self._broken)
+            await quarantine_sessions(self._table.journal, self._quarantine, self._broken)
             self.sealed |= self._broken.keys()
 
     def _unreadable(self, payload: bytes, error: RecordError) -> None:
@@ -61,22 +73,22 @@ class Recovery:
         if id is None:
             self._strays = True
             payload = encode(record.kind, record.fields, record.arrays)
-            self._quarantine.place("record", f"a record {record.kind!r} names no session").write_bytes(payload)
+            self._quarantine.place("record", f"record {record.kind!r} names no session").write_bytes(payload)
             return
         if record.kind == records.SESSION:
-            # An id may be taken anew once its trajectory was moved away.
+            # An id may be reused once its trajectory was moved away.
             self._broken.pop(id, None)
         if id in self._broken:
             return
         try:
-            restore(self._gateway, record, self.sealed)
-        except Exception as error:  # Whatever a record holds, it is this session's own trouble.
-            self._broken[id] = f"its record {record.kind!r} does not fit: {type(error).__name__}: {error}"
-            self._gateway.forget(id)
+            restore_record(self._table, record, self.sealed)
+        except Exception as error:  # an unusable record affects only its own session
+            self._broken[id] = f"its record {record.kind!r} cannot be restored: {type(error).__name__}: {error}"
+            self._table.forget(id)
 
 
-async def set_aside(journal: Journal, quarantine: Quarantine, sessions: dict[str, str]) -> None:
-    """Keep what the journal has of sessions elsewhere, and say in the journal that they are over."""
+async def quarantine_sessions(journal: Journal, quarantine: Quarantine, sessions: dict[str, str]) -> None:
+    """Copy the records of sessions to the quarantine, and mark the sessions as sealed in the journal."""
     places = {id: quarantine.place(f"session-{id}", reason) for id, reason in sessions.items()}
     await asyncio.to_thread(_archive, journal, places)
     for id in sessions:
@@ -84,7 +96,7 @@ async def set_aside(journal: Journal, quarantine: Quarantine, sessions: dict[str
 
 
 def _archive(journal: Journal, places: dict[str, Path]) -> None:
-    """The records of each session as a journal of its own."""
+    """Write the records of each session as a journal of its own."""
     writers: dict[str, SegmentWriter] = {}
     try:
         for record in journal.records(lambda payload, error: None):
@@ -107,40 +119,61 @@ def _session_of(record: Record) -> str | None:
     return id if isinstance(id, str) else None
 
 
-def restore(gateway: Gateway, record: Record, sealed: set[str]) -> None:
-    """Take one record. Raises whatever a record can make go wrong."""
+def restore_record(table: SessionTable, record: Record, sealed: set[str]) -> None:
+    """Apply one record. Raises whatever an unusable record causes."""
     fields = record.fields
     id = fields["session"]
     if record.kind == records.SESSION:
         settings = SessionSettings.model_validate(fields["settings"])
         sealed.discard(id)
-        gateway.add(
+        session = GatewaySession(
             id,
             fields["key"],
             settings,
+            table.routes,
+            table.journal,
             fields["group"],
             fields["instruction"],
             fields["metadata"],
             tuple(fields.get("later_instructions", ())),
             fields["created"],
         )
+        table.add(session)
         return
     if record.kind == records.SEALED:
-        gateway.forget(id)
+        table.forget(id)
         sealed.add(id)
         return
-    session = gateway.sessions.get(id)
-    if session is None:
+    opened = table.sessions.get(id)
+    if opened is None:
         return
     if record.kind == records.TOOLS:
         fields = records.fields_of(record)
         tools = tuple(Tool(**tool) for tool in fields["tools"])
-        session.tools[fields["key"]] = tools
-        session.frames[fields["key"]] = Frame(tools, fields["arguments"], session.clock)
+        opened.tools[fields["key"]] = tools
+        opened.contexts[fields["key"]] = RenderContext(tools, fields["arguments"], opened.clock)
     elif record.kind == records.TURN:
-        node = records.restore_turn(session.graph, record)
+        node = records.restore_turn(opened.graph, record)
         if node is not None:
-            session.adopt(node)
-    elif record.kind == records.DELIVERED and fields["id"] in session.graph.by_id:
-        session.graph.by_id[fields["id"]].delivered = True
-        session.waiting.abandoned.discard(fields["id"])
+            opened.restore(node)
+    elif record.kind == records.DELIVERED and fields["id"] in opened.graph.by_id:
+        opened.graph.by_id[fields["id"]].delivered = True
+        opened.turns.inflight.abandoned.discard(fields["id"])
+
+
+def session_record(session: GatewaySession) -> bytes:
+    """The record that a session is restored from."""
+    return encode(
+        records.SESSION,
+        {
+            "session": session.id,
+            "key": session.key_hash,
+            "settings": session.settings.model_dump(mode="json"),
+            "group": session.group,
+            "instruction": session.instruction,
+            "later_instructions": list(session.later_instructions),
+            "metadata": session.metadata,
+            "created": session.created,
+        },
+        {},
+    )

@@ -1,7 +1,7 @@
-"""Two listeners in one loop: provider routes for harnesses, control routes for whoever runs them.
+"""Two listeners in one event loop: provider routes for harnesses, control routes for trainers and the node.
 
-A sandbox without a network brings a third kind, a door: a socket that listens inside the sandbox, on which the provider
-routes of one session are served and nothing else.
+A sandbox without a network provides a third kind: a socket that listens inside the sandbox, on which the provider routes of
+one session are served and nothing else (`SessionListener`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from towline.common.sockets import listen, url_of
 from towline.dialects.registry import all_dialects
-from towline.errors import ConfigError
 from towline.gateway.app import ProviderApp
-from towline.gateway.control import Control
+from towline.gateway.control import ControlApi
 from towline.gateway.gateway import Gateway
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs the loop."""
+    """Leaves signal handling to the owner of the event loop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -35,14 +35,14 @@ class _Server(uvicorn.Server):
 
 
 @dataclass(slots=True)
-class Door:
-    """Serves one session on a listener of its own."""
+class SessionListener:
+    """Serves one session on its own listener."""
 
     server: asyncio.Server
     state: ServerState
 
     async def close(self) -> None:
-        """Accept no more, and cut the connections that are left: whoever was behind them is gone."""
+        """Stop accepting, and abort the remaining connections: their clients are gone."""
         self.server.close()
         for connection in list(self.state.connections):
             transport = getattr(connection, "transport", None)
@@ -54,16 +54,16 @@ class Door:
 
 
 @dataclass(slots=True)
-class Running:
-    """Where the listeners are."""
+class RunningGateway:
+    """The listeners of a running gateway."""
 
     base_url: str
     control_url: str
     control_key: str
     provider: ProviderApp
 
-    async def admit(self, listener: socket.socket, session_id: str) -> Door:
-        """Serve the provider routes of one session on a copy of `listener`, whose owner may close it at any time."""
+    async def serve_session(self, listener: socket.socket, session_id: str) -> SessionListener:
+        """Serve the provider routes of one session on a duplicate of `listener`, whose owner may close it at any time."""
         app = copy.copy(self.provider)
         app.only = session_id
         config = _config(app, 0)
@@ -76,26 +76,7 @@ class Running:
         except BaseException:
             copied.close()
             raise
-        return Door(server, state)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By its name, since a loop of plain asyncio sends small answers at once only on sockets that say they are TCP.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    listener.listen(2048)
-    return listener
-
-
-def _url(listener: socket.socket, host: str) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{listener.getsockname()[1]}"
+        return SessionListener(server, state)
 
 
 def _config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
@@ -109,24 +90,24 @@ def _config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        # A harness may think for minutes between two calls on one connection.
+        # A harness may be idle for minutes between two calls on one connection.
         timeout_keep_alive=900,
-        # Longer than the gateway gives turns in flight: whoever waits is answered in his provider's own shape.
+        # Longer than the gateway's drain time, so that waiting clients still get an error in their provider's format.
         timeout_graceful_shutdown=math.ceil(drain_seconds) + 5,
     )
 
 
 @contextlib.asynccontextmanager
-async def serving(gateway: Gateway, control_key: str) -> AsyncIterator[Running]:
+async def serve_gateway(gateway: Gateway, control_key: str) -> AsyncIterator[RunningGateway]:
     """Open the gateway and serve both listeners until the block ends."""
     settings = gateway.settings
     provider = listen(settings.host, settings.port)
     with contextlib.closing(provider):
         control = listen(settings.control_host, settings.control_port)
         with contextlib.closing(control):
-            base_url = (settings.public_url or _url(provider, settings.host)).rstrip("/")
+            base_url = (settings.public_url or url_of(provider, settings.host)).rstrip("/")
             app = ProviderApp(gateway, all_dialects())
-            control_app = Control(gateway, base_url).app(control_key)
+            control_app = ControlApi(gateway, base_url).app(control_key)
             apps = [
                 (_Server(_config(app, settings.drain_seconds)), provider),
                 (_Server(_config(control_app, settings.drain_seconds)), control),
@@ -134,7 +115,7 @@ async def serving(gateway: Gateway, control_key: str) -> AsyncIterator[Running]:
             await gateway.open()
             tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in apps]
             try:
-                yield Running(base_url, _url(control, settings.control_host), control_key, app)
+                yield RunningGateway(base_url, url_of(control, settings.control_host), control_key, app)
             finally:
                 for server, _ in apps:
                     server.should_exit = True

@@ -13,10 +13,10 @@ from typing import Any
 
 from towline.errors import ConfigError
 
-INSTALLS = "/opt/towline"
-"""Where installs are shown inside every sandbox, one folder each: `/opt/towline/<name>`."""
+INSTALL_ROOT = "/opt/towline"
+"""Where installs are mounted inside every sandbox, one folder each: `/opt/towline/<name>`."""
 HOME = "/home/agent"
-"""The home folder of the harness inside a sandbox: its own, empty but for the files of its launch."""
+"""The home folder of the harness inside a sandbox: its own, empty except for the files of its launch."""
 DIALECTS = ("chat", "responses", "messages", "google")
 
 
@@ -27,9 +27,9 @@ class Npm:
     packages: tuple[str, ...]
     """`name@version`, exact."""
     node: str = "24"
-    """Major version of the Node that comes with it."""
+    """Major version of the bundled Node."""
     scripts: bool = False
-    """Whether the packages' install scripts must be run for the program to work."""
+    """Whether the packages' install scripts must run for the program to work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class PyPI:
     packages: tuple[str, ...]
     """`name==version`, exact."""
     python: str = "3.12"
-    """Which Python it needs."""
+    """The Python version it needs."""
 
 
 Install = Npm | PyPI
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a launch is filled in with."""
+class LaunchContext:
+    """Everything a launch depends on: gateway, key, model, instruction, paths, options."""
 
     base_url: str
     """The gateway's root without a trailing slash: `http://127.0.0.1:8500`. OpenAI-style clients add `/v1`."""
@@ -59,13 +59,13 @@ class Place:
     workdir: str = "/work"
     home: str = HOME
     context: int = 131_072
-    """Tokens of the model's context, for programs that ask."""
+    """The model's context in tokens, for programs that need it."""
     max_tokens: int = 8_192
     session: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The harness's own options, checked against `Harness.options`."""
     resume: bool = False
-    """A further user turn in the conversation of the launch before, in the same sandbox."""
+    """Whether this is a further user turn in the conversation of the previous launch, in the same sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class Launch:
 
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    """On top of `PATH`, `HOME` and the environment's own."""
+    """On top of `PATH`, `HOME` and the environment's own variables."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Absolute path inside → text, written before the command."""
+    """Absolute path inside the sandbox → text, written before the command runs."""
     stdin: str = ""
     cwd: str = ""
-    """The task's working folder if empty."""
+    """Default: the task's working folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,60 +89,47 @@ class Harness:
     name: str
     summary: str
     """One line for `towline harness list`."""
-    launch: Callable[[Place], Launch]
-    """The launch for a place. Pure."""
+    launch: Callable[[LaunchContext], Launch]
+    """The launch for a context. Pure."""
     install: Install | None = None
-    """`None` needs nothing but what the sandbox's root has."""
+    """`None` if the program needs nothing beyond the sandbox's root."""
     version: str = ""
     dialects: tuple[str, ...] = ("chat",)
-    """The dialects it can speak, its default first; `options["dialect"]` chooses."""
+    """The dialects it can speak, its default first; `options["dialect"]` selects one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Every option with its default."""
     resumes: bool = False
-    """Whether a launch with `Place.resume` goes on with the conversation."""
+    """Whether a launch with `LaunchContext.resume` continues the conversation."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Session settings that this harness needs (`noise`, `vanishing`), under those of the task."""
+    """Session settings that this harness needs (`noise`, `vanishing`); those of the task take precedence."""
     success: tuple[int, ...] = (0,)
-    """Exit codes that mean it ended by itself and well."""
+    """Exit codes that mean that it ended normally."""
     calls_model: bool = True
-    """A session without a model call is a failure, unless the program is one that makes none."""
+    """Whether it calls the model: if so, a session without a model call is a failure."""
     mounts: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of the node's machine that it reads: absolute path inside → folder, shown read-only with its sandbox."""
+    """Folders of the node's machine that it reads: absolute path inside → folder, mounted read-only."""
     configure: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """Fields of the harness that depend on its options (an install, mounts), given every option with its value."""
+    """Fields of the harness that depend on its options (an install, mounts), given all options with their values."""
 
     def configured(self, options: Mapping[str, Any]) -> Harness:
-        """The harness as these options make it. A node asks for this first: before it, what to install, what to mount
-        and which settings a session has are only the defaults."""
+        """The harness with these options applied. A node calls this first: before it, what to install, what to mount and
+        which settings a session has are only the defaults."""
         if self.configure is None:
             return self
-        changes = self.configure(self._filled(options))
+        changes = self.configure(self._with_defaults(options))
         return replace(self, **changes)
 
-    def place(self, place: Place) -> Place:
-        """The place with this harness's options: defaults filled in, unknown ones refused."""
-        options = self._filled(place.options)
+    def resolve(self, ctx: LaunchContext) -> LaunchContext:
+        """The context with this harness's options: defaults filled in, unknown ones refused."""
+        options = self._with_defaults(ctx.options)
         dialect = options.get("dialect", self.dialects[0])
         if dialect not in self.dialects:
             raise ConfigError(f"harness {self.name} speaks {', '.join(self.dialects)}, not {dialect!r}")
-        changes: dict[str, Any] = {name: getattr(place, name) for name in Place.__slots__}
-        return Place(**changes | {"options": options})
+        return replace(ctx, options=options)
 
-    def _filled(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         unknown = set(options) - set(self.options)
         if unknown:
             known = ", ".join(sorted(self.options)) or "none"
             raise ConfigError(f"harness {self.name} has no option {min(unknown)!r}; it has: {known}")
         return {**self.options, **options}
-
-
-def laid_over(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A program's configuration with changes of the user's, tables merged at every depth."""
-    made = dict(config)
-    for name, value in changes.items():
-        old = made.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            made[name] = laid_over(old, value)
-        else:
-            made[name] = value
-    return made

@@ -1,45 +1,49 @@
-"""Claude Code: Anthropic's coding agent, over the messages dialect."""
+"""Claude Code: Anthropic's coding agent, over the messages dialect.
+
+Sub-agents run beside the main conversation; `/compact` is an instruction. Options: `compact_at` is the context size at
+which it compacts (default: the model's context); `env` and `args` are added to its environment and command.
+"""
 
 from __future__ import annotations
 
 import json
 
-from towline.harnesses.base import Harness, Launch, Npm, Place
+from towline.harnesses.base import Harness, Launch, LaunchContext, Npm
 
 VERSION = "2.1.325"
 _PROGRAM = "node_modules/@anthropic-ai/claude-code/bin/claude.exe"
 
 
-def launch(place: Place) -> Launch:
-    model = place.model
+def launch(ctx: LaunchContext) -> Launch:
+    model = ctx.model
     env = {
-        "ANTHROPIC_BASE_URL": place.base_url,
-        "ANTHROPIC_API_KEY": place.key,
+        "ANTHROPIC_BASE_URL": ctx.base_url,
+        "ANTHROPIC_API_KEY": ctx.key,
         "ANTHROPIC_MODEL": model,
-        # Every model that it would choose by itself is the one there is.
+        # Every model that it would pick by itself is the one that is served.
         **{f"ANTHROPIC_DEFAULT_{family}_MODEL": model for family in ("HAIKU", "SONNET", "OPUS")},
         "CLAUDE_CODE_SUBAGENT_MODEL": model,
-        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(place.context),
-        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(place.options["compact_at"] or place.context),
-        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(place.max_tokens),
-        # Without it, it refuses to skip permissions as root.
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(ctx.context),
+        "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(ctx.options["compact_at"] or ctx.context),
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(ctx.max_tokens),
+        # Without this it refuses to skip permissions as root.
         "IS_SANDBOX": "1",
-        # It gives up after ten minutes of pings otherwise.
+        # Otherwise it gives up after ten minutes of pings.
         "CLAUDE_ENABLE_STREAM_WATCHDOG": "0",
         "API_TIMEOUT_MS": "3600000",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
         "DISABLE_TELEMETRY": "1",
         "DISABLE_ERROR_REPORTING": "1",
-        # The line that changes on every call.
+        # Noise: a header line in the system prompt that changes on every call.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-        **place.options["env"],
+        **ctx.options["env"],
     }
-    command = [f"{place.install}/{_PROGRAM}", "-p", "--dangerously-skip-permissions"]
-    command += [*place.options["args"], *(["--continue"] if place.resume else [])]
+    command = [f"{ctx.install}/{_PROGRAM}", "-p", "--dangerously-skip-permissions"]
+    command += [*ctx.options["args"], *(["--continue"] if ctx.resume else [])]
     state = {"hasCompletedOnboarding": True, "autoUpdates": False, "bypassPermissionsModeAccepted": True}
-    files = {} if place.resume else {f"{place.home}/.claude.json": json.dumps(state)}
-    return Launch(command=tuple(command), env=env, files=files, stdin=place.instruction)
+    files = {} if ctx.resume else {f"{ctx.home}/.claude.json": json.dumps(state)}
+    return Launch(command=tuple(command), env=env, files=files, stdin=ctx.instruction)
 
 
 HARNESS = Harness(

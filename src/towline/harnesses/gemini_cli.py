@@ -1,22 +1,27 @@
-"""Gemini CLI: Google's coding agent, over the google dialect."""
+"""Gemini CLI: Google's coding agent, over the google dialect.
+
+Date and folder listing change on resume (`noise`). Options: `settings` is merged into its configuration; `args` are added
+to its command.
+"""
 
 from __future__ import annotations
 
 import json
 
-from towline.harnesses.base import Harness, Launch, Npm, Place, laid_over
+from towline.common.mappings import deep_merge
+from towline.harnesses.base import Harness, Launch, LaunchContext, Npm
 
 VERSION = "0.61.0"
 _PROGRAM = "node_modules/@google/gemini-cli/bundle/gemini.js"
 
 _NOISE = [
-    # Told in the first message, and told anew in the same place when it resumes.
+    # In the first message; rewritten there when it resumes.
     r"Today's date is [^\n]*",
     r"- \*\*Directory Structure:\*\*[\s\S]*?</session_context>",
 ]
 
 
-def launch(place: Place) -> Launch:
+def launch(ctx: LaunchContext) -> Launch:
     settings = {
         "security": {"auth": {"selectedType": "gemini-api-key"}},
         "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
@@ -24,19 +29,19 @@ def launch(place: Place) -> Launch:
         "telemetry": {"enabled": False},
     }
     env = {
-        "GEMINI_API_KEY": place.key,
-        "GOOGLE_GEMINI_BASE_URL": place.base_url,
+        "GEMINI_API_KEY": ctx.key,
+        "GOOGLE_GEMINI_BASE_URL": ctx.base_url,
         "GEMINI_TELEMETRY_ENABLED": "false",
-        # It would start itself again for a larger heap.
+        # It would restart itself with a larger heap.
         "GEMINI_CLI_NO_RELAUNCH": "true",
     }
-    command = [f"{place.install}/bin/node", f"{place.install}/{_PROGRAM}", "-m", place.model, "--skip-trust", "-y"]
-    command += [*place.options["args"], *(["--resume", "latest"] if place.resume else [])]
+    command = [f"{ctx.install}/bin/node", f"{ctx.install}/{_PROGRAM}", "-m", ctx.model, "--skip-trust", "-y"]
+    command += [*ctx.options["args"], *(["--resume", "latest"] if ctx.resume else [])]
     return Launch(
         command=tuple(command),
-        stdin=place.instruction,
+        stdin=ctx.instruction,
         env=env,
-        files={f"{place.home}/.gemini/settings.json": json.dumps(laid_over(settings, place.options["settings"]))},
+        files={f"{ctx.home}/.gemini/settings.json": json.dumps(deep_merge(settings, ctx.options["settings"]))},
     )
 
 

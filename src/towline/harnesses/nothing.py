@@ -1,11 +1,11 @@
-"""An agent that does nothing: a task is sound only if this scores 0."""
+"""An agent that does nothing: a task is valid only if this scores 0."""
 
 from __future__ import annotations
 
-from towline.harnesses.base import Harness, Launch, Place
+from towline.harnesses.base import Harness, Launch, LaunchContext
 
 
-def launch(place: Place) -> Launch:
+def launch(_: LaunchContext) -> Launch:
     return Launch(command=("true",))
 
 

@@ -1,7 +1,7 @@
 """OpenClaw: chat completions, streamed; its embedded agent, without its message channels and its own gateway process.
 
-It ends every prompt with a user message that is gone from the next request, so no turn is ever a prefix of the next one:
-with `vanishing: keep` that note stays where it was sampled under, and the session is one chain.
+It ends every prompt with a user message that is missing from the next request, so no turn would be a prefix of the next
+one: with `vanishing: keep` that note stays where it was when the turn was sampled, and the session is one chain.
 """
 
 from __future__ import annotations
@@ -9,27 +9,28 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from towline.harnesses.base import Harness, Launch, Npm, Place, laid_over
+from towline.common.mappings import deep_merge
+from towline.harnesses.base import Harness, Launch, LaunchContext, Npm
 
 VERSION = "2026.9.6"
 
 
-def launch(place: Place) -> Launch:
-    state = f"{place.home}/.openclaw"
+def launch(ctx: LaunchContext) -> Launch:
+    state = f"{ctx.home}/.openclaw"
     model: dict[str, Any] = {
-        "id": place.model,
-        "name": place.model,
+        "id": ctx.model,
+        "name": ctx.model,
         "reasoning": True,
         "input": ["text"],
-        "contextWindow": place.context,
-        "maxTokens": place.max_tokens,
+        "contextWindow": ctx.context,
+        "maxTokens": ctx.max_tokens,
         "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
     }
     provider = {
-        "baseUrl": f"{place.base_url}/v1",
-        "apiKey": place.key,
+        "baseUrl": f"{ctx.base_url}/v1",
+        "apiKey": ctx.key,
         "api": "openai-completions",
-        # Without a token: a policy that is being updated may let a call wait for long.
+        # Without a token: a call may wait long while the policy is updated.
         "timeoutSeconds": 3600,
         "models": [model],
     }
@@ -41,8 +42,8 @@ def launch(place: Place) -> Launch:
         },
         "agents": {
             "defaults": {
-                "workspace": place.workdir,
-                "model": {"primary": f"towline/{place.model}"},
+                "workspace": ctx.workdir,
+                "model": {"primary": f"towline/{ctx.model}"},
                 "skipBootstrap": True,
             }
         },
@@ -51,9 +52,9 @@ def launch(place: Place) -> Launch:
         "telemetry": {"enabled": False},
         "update": {"checkOnStart": False},
     }
-    command = [f"{place.install}/bin/node", f"{place.install}/node_modules/openclaw/openclaw.mjs", "agent", "--local"]
+    command = [f"{ctx.install}/bin/node", f"{ctx.install}/node_modules/openclaw/openclaw.mjs", "agent", "--local"]
     command += ["--session-id", "towline", "--message-file", f"{state}/instruction.txt"]
-    command += ["--thinking", place.options["thinking"], "--timeout", str(place.options["seconds"])]
+    command += ["--thinking", ctx.options["thinking"], "--timeout", str(ctx.options["seconds"])]
     return Launch(
         command=tuple(command),
         env={
@@ -64,8 +65,8 @@ def launch(place: Place) -> Launch:
             "OPENCLAW_DISABLE_BONJOUR": "1",
         },
         files={
-            f"{state}/openclaw.json": json.dumps(laid_over(config, place.options["config"]), indent=2),
-            f"{state}/instruction.txt": place.instruction,
+            f"{state}/openclaw.json": json.dumps(deep_merge(config, ctx.options["config"]), indent=2),
+            f"{state}/instruction.txt": ctx.instruction,
         },
     )
 
@@ -74,11 +75,11 @@ HARNESS = Harness(
     name="openclaw",
     summary="OpenClaw, its embedded agent",
     version=VERSION,
-    # Its own script completes the install at first start otherwise, which a read-only install does not allow.
+    # Otherwise it completes its install at the first start, which a read-only install does not allow.
     install=Npm((f"openclaw@{VERSION}",), scripts=True),
     launch=launch,
     resumes=True,
     options={"thinking": "low", "seconds": 86_400, "config": {}},
     settings={"vanishing": "keep"},
 )
-"""Options: `config` is laid over its configuration; `seconds` is its own limit for one turn."""
+"""Options: `config` is merged into its configuration; `seconds` is its own limit for one user turn."""

@@ -1,10 +1,15 @@
-"""OpenCode: a coding agent that speaks all four dialects through the adapters it is built with."""
+"""OpenCode: a coding agent that speaks all four dialects through its bundled adapters.
+
+It requests a title beside the first turn: a `side` call, not trained. Options: `dialect`; `config` is merged into its
+configuration; `args` are added to its command.
+"""
 
 from __future__ import annotations
 
 import json
 
-from towline.harnesses.base import Harness, Launch, Npm, Place, laid_over
+from towline.common.mappings import deep_merge
+from towline.harnesses.base import Harness, Launch, LaunchContext, Npm
 
 VERSION = "1.18.33"
 _PROGRAM = "node_modules/opencode-ai/bin/opencode.exe"
@@ -16,40 +21,40 @@ _ADAPTERS = {
 }
 
 
-def launch(place: Place) -> Launch:
-    adapter, path = _ADAPTERS[place.options["dialect"]]
+def launch(ctx: LaunchContext) -> Launch:
+    adapter, path = _ADAPTERS[ctx.options["dialect"]]
     model = {
-        "name": place.model,
+        "name": ctx.model,
         "reasoning": True,
         "tool_call": True,
-        "limit": {"context": place.context, "output": place.max_tokens},
+        "limit": {"context": ctx.context, "output": ctx.max_tokens},
         "cost": {"input": 0, "output": 0},
     }
     provider = {
         "npm": adapter,
         "name": "towline",
-        "options": {"baseURL": place.base_url + path, "apiKey": place.key, "timeout": False},
-        "models": {place.model: model},
+        "options": {"baseURL": ctx.base_url + path, "apiKey": ctx.key, "timeout": False},
+        "models": {ctx.model: model},
     }
     config = {
         "$schema": "https://opencode.ai/config.json",
         "provider": {"towline": provider},
         "enabled_providers": ["towline"],
-        "model": f"towline/{place.model}",
-        "small_model": f"towline/{place.model}",
+        "model": f"towline/{ctx.model}",
+        "small_model": f"towline/{ctx.model}",
         "permission": "allow",
         "autoupdate": False,
         "share": "disabled",
     }
     names = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS", "SHARE")
-    command = [f"{place.install}/{_PROGRAM}", "run", "--model", f"towline/{place.model}"]
-    command += [*place.options["args"], *(["--continue"] if place.resume else [])]
+    command = [f"{ctx.install}/{_PROGRAM}", "run", "--model", f"towline/{ctx.model}"]
+    command += [*ctx.options["args"], *(["--continue"] if ctx.resume else [])]
     return Launch(
         command=tuple(command),
         env={f"OPENCODE_DISABLE_{name}": "1" for name in names},
-        # As an argument it would be put in quotes.
-        stdin=place.instruction,
-        files={f"{place.home}/.config/opencode/opencode.json": json.dumps(laid_over(config, place.options["config"]))},
+        # As an argument it would be quoted.
+        stdin=ctx.instruction,
+        files={f"{ctx.home}/.config/opencode/opencode.json": json.dumps(deep_merge(config, ctx.options["config"]))},
     )
 
 

@@ -1,7 +1,7 @@
-"""OpenHands SDK: chat completions or responses through LiteLLM, whole replies.
+"""OpenHands SDK: chat completions or responses through LiteLLM, not streamed.
 
 The SDK is a library, so the program is the short script below, run by the install's own interpreter: its standard agent
-with its standard tools but the browser, and the conversation kept in the home folder, where a second start finds it.
+with its standard tools except the browser, and the conversation kept in the home folder, where a second start finds it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from towline.harnesses.base import Harness, Launch, Place, PyPI
+from towline.harnesses.base import Harness, Launch, LaunchContext, PyPI
 
 VERSION = "1.58.0"
 _PROGRAM = '''\
-"""Run one user turn of the OpenHands agent; exit status 1 if it did not come to an end by itself."""
+"""Run one user turn of the OpenHands agent; exit status 1 if it did not finish by itself."""
 
 import json
 import sys
@@ -43,28 +43,28 @@ if status is not ConversationExecutionStatus.FINISHED:
 '''
 
 
-def launch(place: Place) -> Launch:
-    folder = f"{place.home}/.openhands"
+def launch(ctx: LaunchContext) -> Launch:
+    folder = f"{ctx.home}/.openhands"
     settings: dict[str, Any] = {
         "llm": {
-            "model": f"openai/{place.model}",
-            "base_url": f"{place.base_url}/v1",
-            "api_key": place.key,
-            "api_mode": place.options["dialect"],
-            "max_input_tokens": place.context,
-            "max_output_tokens": place.max_tokens,
-            # A policy that is being updated may let a call wait for long.
+            "model": f"openai/{ctx.model}",
+            "base_url": f"{ctx.base_url}/v1",
+            "api_key": ctx.key,
+            "api_mode": ctx.options["dialect"],
+            "max_input_tokens": ctx.context,
+            "max_output_tokens": ctx.max_tokens,
+            # A call may wait long while the policy is updated.
             "timeout": 3600,
             "usage_id": "agent",
-            **place.options["llm"],
+            **ctx.options["llm"],
         },
-        "instruction": place.instruction,
-        "workdir": place.workdir,
+        "instruction": ctx.instruction,
+        "workdir": ctx.workdir,
         "state": f"{folder}/conversations",
-        "max_turns": place.options["max_turns"],
+        "max_turns": ctx.options["max_turns"],
     }
     return Launch(
-        command=(f"{place.install}/bin/python3", "-I", f"{folder}/run.py", f"{folder}/settings.json"),
+        command=(f"{ctx.install}/bin/python3", "-I", f"{folder}/run.py", f"{folder}/settings.json"),
         env={
             "OPENHANDS_SUPPRESS_BANNER": "1",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -84,4 +84,4 @@ HARNESS = Harness(
     resumes=True,
     options={"dialect": "chat", "max_turns": 500, "llm": {}},
 )
-"""Options: `llm` holds further fields of the SDK's `LLM`."""
+"""Options: `llm` holds additional fields of the SDK's `LLM`."""

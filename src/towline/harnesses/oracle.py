@@ -1,4 +1,4 @@
-"""The task's own solution in the agent's place: it calls no model, and must score 1 (`towline run --oracle`)."""
+"""The task's own solution instead of an agent: it calls no model, and must score 1 (`towline run --oracle`)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Pi: small, quick, and at home in all four dialects."""
+"""Pi: a small, fast coding agent that speaks all four dialects."""
 
 from __future__ import annotations
 
 import json
 
-from towline.harnesses.base import Harness, Launch, Npm, Place
+from towline.harnesses.base import Harness, Launch, LaunchContext, Npm
 
 VERSION = "0.87.1"
 _PROGRAM = "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
@@ -16,26 +16,26 @@ _APIS = {
 }
 
 
-def launch(place: Place) -> Launch:
-    api, path = _APIS[place.options["dialect"]]
+def launch(ctx: LaunchContext) -> Launch:
+    api, path = _APIS[ctx.options["dialect"]]
     model = {
-        "id": place.model,
-        "name": place.model,
-        "reasoning": place.options["thinking"] != "off",
+        "id": ctx.model,
+        "name": ctx.model,
+        "reasoning": ctx.options["thinking"] != "off",
         "input": ["text"],
-        "contextWindow": place.context,
-        "maxTokens": place.max_tokens,
+        "contextWindow": ctx.context,
+        "maxTokens": ctx.max_tokens,
         "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
     }
-    provider = {"baseUrl": place.base_url + path, "api": api, "apiKey": place.key, "models": [model]}
-    command = [f"{place.install}/bin/node", f"{place.install}/{_PROGRAM}", "-p", "--approve"]
-    command += ["--provider", "towline", "--model", place.model, "--thinking", place.options["thinking"]]
-    command += [*place.options["args"], *(["--continue"] if place.resume else [])]
+    provider = {"baseUrl": ctx.base_url + path, "api": api, "apiKey": ctx.key, "models": [model]}
+    command = [f"{ctx.install}/bin/node", f"{ctx.install}/{_PROGRAM}", "-p", "--approve"]
+    command += ["--provider", "towline", "--model", ctx.model, "--thinking", ctx.options["thinking"]]
+    command += [*ctx.options["args"], *(["--continue"] if ctx.resume else [])]
     return Launch(
         command=tuple(command),
-        stdin=place.instruction,
+        stdin=ctx.instruction,
         env={"PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1", "PI_TELEMETRY": "0"},
-        files={f"{place.home}/.pi/agent/models.json": json.dumps({"providers": {"towline": provider}})},
+        files={f"{ctx.home}/.pi/agent/models.json": json.dumps({"providers": {"towline": provider}})},
     )
 
 

@@ -1,4 +1,4 @@
-"""Every harness by name. A preset is a module of this package with a `HARNESS`; adding the file adds the harness."""
+"""Every harness by name. A preset is a module of this package with a `HARNESS`; adding the file registers it."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ def all_harnesses() -> dict[str, Harness]:
 
 
 def find_harness(name: str) -> Harness:
-    """The harness of that name, dashes or underscores; or one of the caller's own, as `package.module:NAME`."""
+    """The preset of that name (dashes or underscores), or a custom harness given as `package.module:NAME`."""
     module, _, attribute = name.partition(":")
     if attribute:
-        return _elsewhere(module, attribute)
+        return _custom(module, attribute)
     harness = _preset(name.replace("-", "_"))
     if harness is None:
-        raise ConfigError(f"no harness {name!r}; there are: {', '.join(all_harnesses())}, or name one as module:NAME")
+        raise ConfigError(f"no harness {name!r}; there are: {', '.join(all_harnesses())}; give your own as module:NAME")
     return harness
 
 
 def _preset(name: str) -> Harness | None:
-    """The harness of a module of this package, if there is such a module and it holds one."""
+    """The harness in a module of this package; None if there is no such module or it has none."""
     full = f"{harnesses.__name__}.{name}"
     if not name.isidentifier() or util.find_spec(full) is None:
         return None
     harness = getattr(import_module(full), "HARNESS", None)
     if isinstance(harness, Harness) and harness.name != name:
-        raise ConfigError(f"{full} holds a harness named {harness.name!r}; it must have the name of its file")
+        raise ConfigError(f"{full} holds a harness named {harness.name!r}; rename it to match its file")
     return harness
 
 
-def _elsewhere(module: str, attribute: str) -> Harness:
+def _custom(module: str, attribute: str) -> Harness:
     try:
         harness = getattr(import_module(module), attribute, None)
     except ImportError as error:
         raise ConfigError(f"harness {module}:{attribute} cannot be imported: {error}") from error
     if not isinstance(harness, Harness):
-        raise ConfigError(f"{module}:{attribute} is no Harness")
+        raise ConfigError(f"{module}:{attribute} is not a Harness")
     return harness

@@ -3,17 +3,17 @@
     {"harness": "shell", "harness_options": {"command": "{python} {program}/agent.py", "folder": "my_agent"}}
 
 The variables that the SDKs of OpenAI, Anthropic and Google read are set, so most programs need nothing else. Where a
-program wants a flag or a file instead, these names are filled in, and no other brace is touched:
+program needs a flag or a file instead, these names are filled in, and no other brace is touched:
 
     {base_url}         the gateway's root, for Anthropic- and Google-style clients
     {openai_base_url}  the same with /v1, for OpenAI-style ones
     {key} {model} {instruction} {workdir} {home} {session}
-    {program}          where the option `folder` is shown
+    {program}          where the option `folder` is mounted
     {install}          where the option `packages` is installed; {python} is its interpreter, else `python3`
 
-In a command that is a string, and run by `sh`, a name becomes a quoted variable of the environment (`{key}` is
-`"${TOWLINE_KEY}"`): whatever an instruction holds, it is one word to the shell. In a list, in `env` and in `files` it
-becomes the text itself, or with `{instruction:json}` a JSON string, which is what YAML and TOML files take too.
+In a command that is a string, and run by `sh`, a name becomes a quoted environment variable (`{key}` is
+`"${TOWLINE_KEY}"`): whatever an instruction contains, it is one word to the shell. In a list, in `env` and in `files` it
+becomes the text itself, or with `{instruction:json}` a JSON string, which is valid in YAML and TOML files too.
 """
 
 from __future__ import annotations
@@ -25,115 +25,115 @@ from pathlib import Path
 from typing import Any
 
 from towline.errors import ConfigError
-from towline.harnesses.base import INSTALLS, Harness, Launch, Place, PyPI
+from towline.harnesses.base import INSTALL_ROOT, Harness, Launch, LaunchContext, PyPI
 
-PROGRAM = f"{INSTALLS}/program"
-"""Where the option `folder` is shown inside the sandbox."""
+PROGRAM = f"{INSTALL_ROOT}/program"
+"""Where the option `folder` is mounted inside the sandbox."""
 INSTRUCTION_FILE = ".towline/instruction.txt"
-"""In the program's home: the instruction, for programs that would rather read a file."""
-_LONGEST = 100_000
-"""Bytes of an instruction that is a word or a variable; Linux takes none of more than 128 KiB."""
+"""In the program's home: the instruction, for programs that read a file."""
+_MAX_BYTES = 100_000
+"""Most bytes of an instruction as an argument or a variable; Linux allows at most 128 KiB."""
 _NAMES = "base_url|openai_base_url|key|model|instruction|workdir|home|session|program|install|python"
 _NAME = re.compile(r"\{(" + _NAMES + r")(:json)?\}")
 _SHELL = re.compile(r"""\\.|'|"|\{(?:""" + _NAMES + r")\}", re.DOTALL)
 _EXACT = re.compile(r"[A-Za-z0-9][\w.-]*(\[[\w,.-]+\])?==[\w.!+-]+")
 
 
-def launch(place: Place) -> Launch:
-    options = place.options
-    values = _values(place)
+def launch(ctx: LaunchContext) -> Launch:
+    options = ctx.options
+    values = _values(ctx)
     env, files = _strings("env", options["env"]), _strings("files", options["files"])
     variables = {f"TOWLINE_{name.upper()}": value for name, value in values.items()}
-    if not _is_a_word(place.instruction):
+    if not _fits_argument(ctx.instruction):
         del variables["TOWLINE_INSTRUCTION"]
         if "{instruction}" in str([options["command"], list(env.values())]):
             raise ConfigError(
-                f"harness shell: an instruction of more than {_LONGEST} bytes cannot be a word of a command; "
-                f"have the program read {{home}}/{INSTRUCTION_FILE}"
+                f"harness shell: an instruction of more than {_MAX_BYTES} bytes cannot be a command-line argument; "
+                f"let the program read {{home}}/{INSTRUCTION_FILE}"
             )
     return Launch(
         command=_command(options["command"], values),
-        env={**_for_sdks(place), **variables, **{name: _filled(value, values) for name, value in env.items()}},
+        env={**_sdk_variables(ctx), **variables, **{name: _fill(value, values) for name, value in env.items()}},
         files={
-            f"{place.home}/{INSTRUCTION_FILE}": place.instruction,
-            **{_absolute(_filled(path, values), place.home): _filled(text, values) for path, text in files.items()},
+            f"{ctx.home}/{INSTRUCTION_FILE}": ctx.instruction,
+            **{_absolute(_fill(path, values), ctx.home): _fill(text, values) for path, text in files.items()},
         },
-        stdin=place.instruction if options["stdin"] else "",
+        stdin=ctx.instruction if options["stdin"] else "",
     )
 
 
 def configure(options: Mapping[str, Any]) -> dict[str, Any]:
-    """An install of the packages that the program imports, and the folder that it is in."""
+    """The install of the packages that the program imports, and the mount of its folder."""
     changes: dict[str, Any] = {"resumes": bool(options["resumes"])}
     if packages := options["packages"]:
         for package in packages:
             if not isinstance(package, str) or not _EXACT.fullmatch(package):
-                raise ConfigError(f"harness shell: packages are exact, as in name==1.2.3, unlike {package!r}")
+                raise ConfigError(f"harness shell: packages must be exact, as in name==1.2.3, not {package!r}")
         changes["install"] = PyPI(tuple(packages), str(options["python"]))
     if options["folder"]:
         folder = Path(options["folder"]).expanduser().absolute()
         if not folder.is_dir():
-            raise ConfigError(f"harness shell: there is no folder {folder}")
+            raise ConfigError(f"harness shell: the folder {folder} does not exist")
         changes["mounts"] = {PROGRAM: folder}
     return changes
 
 
-def _values(place: Place) -> dict[str, str]:
+def _values(ctx: LaunchContext) -> dict[str, str]:
     return {
-        "base_url": place.base_url,
-        "openai_base_url": f"{place.base_url}/v1",
-        "key": place.key,
-        "model": place.model,
-        "instruction": place.instruction,
-        "workdir": place.workdir,
-        "home": place.home,
-        "session": place.session,
+        "base_url": ctx.base_url,
+        "openai_base_url": f"{ctx.base_url}/v1",
+        "key": ctx.key,
+        "model": ctx.model,
+        "instruction": ctx.instruction,
+        "workdir": ctx.workdir,
+        "home": ctx.home,
+        "session": ctx.session,
         "program": PROGRAM,
-        "install": place.install,
-        "python": f"{place.install}/bin/python3" if place.install else "python3",
+        "install": ctx.install,
+        "python": f"{ctx.install}/bin/python3" if ctx.install else "python3",
     }
 
 
-def _for_sdks(place: Place) -> dict[str, str]:
-    """What SDKs and most agent programs look for."""
-    openai = f"{place.base_url}/v1"
+def _sdk_variables(ctx: LaunchContext) -> dict[str, str]:
+    """The variables that SDKs and most agent programs read."""
+    openai = f"{ctx.base_url}/v1"
     return {
         "OPENAI_BASE_URL": openai,
         "OPENAI_API_BASE": openai,
-        "OPENAI_API_KEY": place.key,
-        "OPENAI_MODEL": place.model,
-        "ANTHROPIC_BASE_URL": place.base_url,
-        "ANTHROPIC_API_KEY": place.key,
-        "ANTHROPIC_MODEL": place.model,
-        "GOOGLE_GEMINI_BASE_URL": place.base_url,
-        "GEMINI_API_KEY": place.key,
-        "GEMINI_MODEL": place.model,
-        "MODEL": place.model,
-        "TOWLINE_RESUME": "1" if place.resume else "",
+        "OPENAI_API_KEY": ctx.key,
+        "OPENAI_MODEL": ctx.model,
+        "ANTHROPIC_BASE_URL": ctx.base_url,
+        "ANTHROPIC_API_KEY": ctx.key,
+        "ANTHROPIC_MODEL": ctx.model,
+        "GOOGLE_GEMINI_BASE_URL": ctx.base_url,
+        "GEMINI_API_KEY": ctx.key,
+        "GEMINI_MODEL": ctx.model,
+        "MODEL": ctx.model,
+        "TOWLINE_RESUME": "1" if ctx.resume else "",
     }
 
 
 def _command(command: Any, values: Mapping[str, str]) -> tuple[str, ...]:
     if isinstance(command, str) and command.strip():
-        return ("sh", "-c", _for_shell(command))
+        return ("sh", "-c", _to_shell(command))
     if isinstance(command, list) and command and all(isinstance(word, str) for word in command):
-        return tuple(_filled(word, values) for word in command)
+        return tuple(_fill(word, values) for word in command)
     raise ConfigError("harness shell needs the option command: a string for sh, or a list of strings")
 
 
-def _filled(text: str, values: Mapping[str, str]) -> str:
+def _fill(text: str, values: Mapping[str, str]) -> str:
     return _NAME.sub(lambda match: json.dumps(values[match[1]]) if match[2] else values[match[1]], text)
 
 
-def _for_shell(command: str) -> str:
-    """The command with names as variables, quoted as the quotes around them ask."""
+def _to_shell(command: str) -> str:
+    """The command with names as variables, quoted according to the quotes around them."""
     quote = ""
 
     def replace(match: re.Match[str]) -> str:
         nonlocal quote
         token = match[0]
         if token.startswith("\\"):
-            # Between single quotes a backslash is one, and what follows it may end them.
+            # Between single quotes a backslash is literal, and a quote after it ends them.
             quote = "" if quote == "'" and token == "\\'" else quote
         elif token in "'\"":
             quote = "" if quote == token else quote or token
@@ -145,18 +145,18 @@ def _for_shell(command: str) -> str:
     return _SHELL.sub(replace, command)
 
 
-def _is_a_word(instruction: str) -> bool:
-    return len(instruction.encode("utf-8", "surrogateescape")) <= _LONGEST and "\x00" not in instruction
+def _fits_argument(instruction: str) -> bool:
+    return len(instruction.encode("utf-8", "surrogateescape")) <= _MAX_BYTES and "\x00" not in instruction
 
 
 def _strings(what: str, value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping) or not all(isinstance(part, str) for pair in value.items() for part in pair):
-        raise ConfigError(f"harness shell: {what} is a table of strings")
+        raise ConfigError(f"harness shell: {what} must be a table of strings")
     return dict(value)
 
 
 def _absolute(path: str, home: str) -> str:
-    """A relative path is one in the program's home."""
+    """A relative path is relative to the program's home."""
     return path if path.startswith("/") else f"{home}/{path.removeprefix('~/')}"
 
 
@@ -177,6 +177,6 @@ HARNESS = Harness(
         "resumes": False,
     },
 )
-"""Options: `folder` on the node's machine is shown read-only as {program}; `packages` of PyPI, exact, are installed once
+"""Options: `folder` on the node's machine is mounted read-only as {program}; `packages` of PyPI, exact, are installed once
 with a `python` of that version and shared by all sessions; `stdin` sends the instruction there too; `resumes` says that a
-second start goes on with the conversation, with `TOWLINE_RESUME` set."""
+second start continues the conversation, with `TOWLINE_RESUME` set."""

@@ -1,12 +1,12 @@
 """Circuit breakers: one per engine and per sandbox runtime.
 
-A breaker opens when its component fails several times in a row, or cannot be reached at all. While it is open, sessions
-that need the component wait and their budgets stand still. It probes the component with growing intervals and closes when
-a probe succeeds.
+A breaker opens when its component fails several times in a row, or is unreachable. While it is open, sessions that need
+the component wait and their budgets stand still. It probes the component with exponential backoff and closes when a probe
+succeeds.
 
-An *outage* is an opening that a probe has confirmed. Failures within one are nobody's fault but the component's: sessions
-that end on them are retried without using up an attempt. A component that fails real work and passes every probe has no
-outage, so what keeps failing there runs out of attempts.
+An *outage* is an opening that a probe has confirmed. Failures during an outage are attributed to the component: sessions
+that end on them are retried without using an attempt. A component that fails real work and passes every probe has no
+outage, so sessions that keep failing there run out of attempts.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Probe = Callable[[], Awaitable[None]]
 """Uses the component once; raises `TowlineError` or `OSError` with the reason if that fails."""
 ENGINE_FAILURES = 5
 SANDBOX_FAILURES = 3
-"""Failures in a row, without a success in between, that open a breaker."""
+"""Consecutive failures that open a breaker."""
 _OUTAGES = 64
-"""Outages that are remembered."""
+"""Number of outages that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Backoff:
-    """Seconds between two probes: `first`, doubled after each that fails, up to `longest`."""
+class ProbeBackoff:
+    """Seconds between two probes: `first`, doubled after each failure, up to `longest`."""
 
     first: float = 0.5
     longest: float = 15.0
     probe: float = 60.0
-    """Longest that one probe may take."""
+    """Time limit of one probe."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Outage:
         return self.began <= at and (self.ended is None or at <= self.ended)
 
 
-class Breaker:
+class CircuitBreaker:
     """The circuit breaker of one component."""
 
     def __init__(
@@ -60,17 +60,20 @@ class Breaker:
         probe: Probe,
         *,
         failures: int,
-        changed: Callable[[Breaker], None],
-        backoff: Backoff | None = None,
+        changed: Callable[[CircuitBreaker], None],
+        backoff: ProbeBackoff | None = None,
     ):
         self.component = component
         self._probe = probe
         self._most = failures
         self._changed = changed
-        self.backoff = backoff or Backoff()
+        self.backoff = backoff or ProbeBackoff()
         self._failures = 0
         self._streak = 0.0
-        """When the failures in a row began (monotonic)."""
+        """When the consecutive failures began (monotonic)."""
+        self._last_failure = 0.0
+        """When the latest of them happened (monotonic)."""
+        self._checking = asyncio.Lock()
         self._reason = ""
         self._since = time.time()
         self._tripped_at = 0.0
@@ -80,9 +83,9 @@ class Breaker:
         self._closed.set()
         self._tripped = asyncio.Event()
         """The opposite of `_closed`."""
-        self._judged = asyncio.Event()
+        self._probed = asyncio.Event()
         """Set once a probe since the last opening has ended."""
-        self._stirred = asyncio.Event()
+        self._probe_requested = asyncio.Event()
         self._outages: deque[_Outage] = deque(maxlen=_OUTAGES)
         self._probing: asyncio.Task[None] | None = None
 
@@ -105,18 +108,22 @@ class Breaker:
         """How long it has been open; 0 while it is closed."""
         return time.monotonic() - self._tripped_at if self.open else 0.0
 
-    # What the component does
+    # Reports about the component
 
-    def succeeded(self) -> None:
-        """The component did its work: whatever failed before is over."""
+    def succeeded(self, began: float | None = None) -> None:
+        """The component did its work: earlier failures are over. Work that began (monotonic) before the latest failure
+        proves nothing about the time since, and changes nothing."""
+        if self._failures and began is not None and began < self._last_failure:
+            return
         self._failures = 0
         if self.open:
             self._close()
 
     def failed(self, reason: str, *, unreachable: bool = False) -> None:
         """The component failed; `unreachable` opens the breaker at once."""
+        self._last_failure = time.monotonic()
         if not self._failures:
-            self._streak = time.monotonic()
+            self._streak = self._last_failure
         self._failures += 1
         if self.open:
             self._reason = reason
@@ -124,26 +131,27 @@ class Breaker:
             self._open(reason)
 
     async def check(self) -> str | None:
-        """Probe now; what is wrong, with which the breaker opens, or None."""
-        problem = await probed(self._probe, self.backoff.probe)
+        """Probe now; the problem, which also opens the breaker, or None."""
+        problem = await run_probe(self._probe, self.backoff.probe)
         if problem is None:
             self.succeeded()
         else:
             self.failed(problem, unreachable=True)
+            self._confirm()
         return problem
 
-    def stir(self) -> None:
-        """Probe now: the component may be back."""
-        self._stirred.set()
+    def probe_now(self) -> None:
+        """Probe without waiting for the next interval: the component may be back."""
+        self._probe_requested.set()
 
     # Waiting
 
     async def wait(self) -> None:
-        """Returns once the breaker is closed."""
+        """Wait until the breaker is closed."""
         await self._closed.wait()
 
-    async def lasts(self, seconds: float) -> Breaker:
-        """Return when it has been open for so long without a break."""
+    async def lasts(self, seconds: float) -> CircuitBreaker:
+        """Wait until it has been open for `seconds` without interruption."""
         while True:
             await self._tripped.wait()
             try:
@@ -153,9 +161,16 @@ class Breaker:
                 return self
 
     async def outage_at(self, moment: float) -> bool:
-        """Whether an outage covers the (monotonic) moment; waits for the first probe of an open breaker."""
-        if self.open and not self._judged.is_set():
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._judged, self._closed)]
+        """Whether an outage covers the (monotonic) moment.
+
+        A closed breaker that has seen failures since, but too few to open, probes the component first: a single session may
+        be all that runs when an outage begins. An open breaker waits for its first probe.
+        """
+        async with self._checking:
+            if not self.open and self._failures and self._streak <= moment:
+                await self.check()
+        if self.open and not self._probed.is_set():
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._probed, self._closed)]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -177,8 +192,8 @@ class Breaker:
         self._tripped_at = time.monotonic()
         self._closed.clear()
         self._tripped.set()
-        self._judged.clear()
-        self._stirred.clear()
+        self._probed.clear()
+        self._probe_requested.clear()
         log.warning("circuit breaker %s is open: %s", self.component, reason)
         self._probing = asyncio.get_running_loop().create_task(self._until_usable(), name=f"probe {self.component}")
         self._changed(self)
@@ -194,27 +209,31 @@ class Breaker:
             self._probing.cancel()
         self._changed(self)
 
+    def _confirm(self) -> None:
+        """A probe has failed: the opening is an outage since its first failure."""
+        if not self._probed.is_set():
+            self._outages.append(_Outage(self._streak))
+            self._probed.set()
+
     async def _until_usable(self) -> None:
         pause = self.backoff.first
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stirred.wait(), pause)
-            self._stirred.clear()
-            problem = await probed(self._probe, self.backoff.probe)
+                await asyncio.wait_for(self._probe_requested.wait(), pause)
+            self._probe_requested.clear()
+            problem = await run_probe(self._probe, self.backoff.probe)
             if problem is None:
-                self._judged.set()
+                self._probed.set()
                 self._close()
                 return
-            if not self._judged.is_set():
-                self._outages.append(_Outage(self._streak))
-                self._judged.set()
+            self._confirm()
             self._reason = problem
             self._changed(self)
             pause = min(pause * 2, self.backoff.longest)
 
 
-async def probed(probe: Probe, seconds: float) -> str | None:
-    """One probe; what is wrong, or None."""
+async def run_probe(probe: Probe, seconds: float) -> str | None:
+    """Run one probe; the problem, or None."""
     try:
         async with asyncio.timeout(seconds):
             await probe()
@@ -223,65 +242,66 @@ async def probed(probe: Probe, seconds: float) -> str | None:
     except (TowlineError, OSError) as error:
         return " ".join((str(error) or repr(error)).split())
     except Exception as error:
-        # A defect of one engine or runtime: without its probe the breaker would stay open for good.
-        log.exception("a probe failed unexpectedly")
+        # A bug in one engine or runtime must not stop the probing: the breaker would stay open forever.
+        log.exception("a probe raised an unexpected error")
         return repr(error)
     return None
 
 
-class HeldTooLong(TowlineError):
-    """A component that a session needs cannot be used."""
+class ComponentUnavailable(TowlineError):
+    """A component that a session needs is unavailable."""
 
-    def __init__(self, breaker: Breaker):
-        super().__init__(f"{breaker.component} cannot be used: {breaker.reason}")
+    def __init__(self, breaker: CircuitBreaker):
+        super().__init__(f"{breaker.component} is unavailable: {breaker.reason}")
         self.failure = breaker.component.partition(":")[0]
 
 
-class Breakers:
+class CircuitBreakers:
     """All breakers of a node by component."""
 
-    def __init__(self, backoff: Backoff | None = None) -> None:
+    def __init__(self, backoff: ProbeBackoff | None = None) -> None:
         self.on_breaker: Callable[[BreakerStatus], None] = lambda status: None
-        """Told of every change."""
-        self.backoff = backoff or Backoff()
-        self._breakers: dict[str, Breaker] = {}
-        self._waits: set[asyncio.Future[BreakerStatus]] = set()
-        self._told: dict[str, BreakerStatus] = {}
+        """Called with every change."""
+        self.backoff = backoff or ProbeBackoff()
+        self._breakers: dict[str, CircuitBreaker] = {}
+        self._published: dict[str, BreakerStatus] = {}
 
     def add(
-        self, component: str, probe: Probe, failures: int, changed: Callable[[Breaker], None] | None = None
-    ) -> Breaker:
-        """The component's breaker; made when it is first asked for."""
+        self, component: str, probe: Probe, failures: int, changed: Callable[[CircuitBreaker], None] | None = None
+    ) -> CircuitBreaker:
+        """The component's breaker; created on first use."""
         if component not in self._breakers:
 
-            def tell(breaker: Breaker) -> None:
+            def publish(breaker: CircuitBreaker) -> None:
                 if changed is not None:
                     changed(breaker)
-                self._tell(breaker)
+                self._publish(breaker)
 
-            self._breakers[component] = Breaker(component, probe, failures=failures, changed=tell, backoff=self.backoff)
+            self._breakers[component] = CircuitBreaker(
+                component, probe, failures=failures, changed=publish, backoff=self.backoff
+            )
         return self._breakers[component]
 
-    def __getitem__(self, component: str) -> Breaker:
+    def __getitem__(self, component: str) -> CircuitBreaker:
         return self._breakers[component]
 
     async def wait(self, components: Iterable[str], seconds: float, *, since_opening: bool = False) -> None:
-        """Return once all of them are closed; raises `HeldTooLong` after so long. With `since_opening`, the time that a
-        breaker was open before counts too."""
+        """Return once all of them are closed; raises `ComponentUnavailable` after `seconds`. With `since_opening`, the
+        time that a breaker has already been open counts too."""
         for component in components:
             breaker = self._breakers[component]
             try:
                 async with asyncio.timeout(seconds - (breaker.open_seconds if since_opening else 0.0)):
                     await breaker.wait()
             except TimeoutError as error:
-                raise HeldTooLong(breaker) from error
+                raise ComponentUnavailable(breaker) from error
 
-    async def lasting(self, components: Iterable[str], seconds: float) -> HeldTooLong:
-        """Return, with the error for it, when one of them has been open for so long without a break."""
+    async def lasting(self, components: Iterable[str], seconds: float) -> ComponentUnavailable:
+        """Wait until one of them has been open for `seconds` without interruption; returns the error for it."""
         waits = [asyncio.ensure_future(self._breakers[component].lasts(seconds)) for component in components]
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return HeldTooLong(done.pop().result())
+            return ComponentUnavailable(done.pop().result())
         finally:
             for wait in waits:
                 wait.cancel()
@@ -290,24 +310,11 @@ class Breakers:
     def statuses(self) -> list[BreakerStatus]:
         return [breaker.status for breaker in self._breakers.values()]
 
-    async def changed(self) -> BreakerStatus:
-        """Wait for the next change."""
-        wait: asyncio.Future[BreakerStatus] = asyncio.get_running_loop().create_future()
-        self._waits.add(wait)
-        try:
-            return await wait
-        finally:
-            self._waits.discard(wait)
-
-    def _tell(self, breaker: Breaker) -> None:
+    def _publish(self, breaker: CircuitBreaker) -> None:
         status = breaker.status
-        if self._told.get(breaker.component) == status:
-            return
-        self._told[breaker.component] = status
-        for wait in list(self._waits):
-            if not wait.done():
-                wait.set_result(status)
-        self.on_breaker(status)
+        if self._published.get(breaker.component) != status:
+            self._published[breaker.component] = status
+            self.on_breaker(status)
 
     async def close(self) -> None:
         await asyncio.gather(*(breaker.close() for breaker in self._breakers.values()))

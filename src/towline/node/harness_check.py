@@ -1,8 +1,7 @@
-"""Does a harness work here? One run of it, in a sandbox, against a scripted model, with every call accounted for.
+"""Checks that a harness works: one run in a sandbox against a scripted model, with every call accounted for.
 
-The sandbox has the gateway as its only network and the door counts what comes through, so no model call can be missed:
-each is a recorded turn, or a refusal that the result names. A harness that made no call is a failure, whatever its exit
-code says.
+The gateway is the sandbox's only network and every request is counted, so no model call can be missed: each is a recorded
+turn, or a refusal that the result lists. A harness that made no call fails the check, whatever its exit code.
 """
 
 from __future__ import annotations
@@ -23,117 +22,117 @@ from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say, ScriptedEngine, example_arguments, shell_like
 from towline.gateway.app import ProviderApp
 from towline.gateway.gateway import Gateway
-from towline.gateway.server import Running, serving
-from towline.harnesses.base import HOME, Harness, Place
-from towline.harnesses.install import Installs, check_libc, inside, mount
-from towline.node.furnish import write_files
-from towline.node.lifecycle import PATH
-from towline.sandboxes.base import GATEWAY_PORT, Done, Mount, Runtime, Sandbox, Spec, execute
+from towline.gateway.server import RunningGateway, serve_gateway
+from towline.harnesses.base import HOME, Harness, LaunchContext
+from towline.harnesses.install import Installs, check_libc, install_mount, sandbox_path
+from towline.node.environment import write_files
+from towline.node.harness_run import PATH
+from towline.sandboxes.base import GATEWAY_PORT, CommandResult, Mount, Runtime, Sandbox, SandboxSpec, execute
 from towline.schema import Network, Trajectory
-from towline.tokens.codec import Codec
+from towline.tokens.codec import ModelCodec
 
 INSTRUCTION = "Run the commands that you think of, then tell that you are done."
 SECONDS = 300.0
 _TURNS = 24
-"""More than any harness needs for the script; one that goes round in circles ends there."""
+"""More than any harness needs for the script; ends a harness that loops."""
 _ENDS = ("finish", "submit", "complete", "attempt_completion")
 _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""How programs without a tool for it are told the end."""
-_SAID = 600
+"""The command that ends harnesses without a tool for it."""
+_QUOTED = 600
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class CheckResult:
-    """What one run of a harness showed."""
+class HarnessCheckResult:
+    """The result of one run of a harness."""
 
     harness: str
     version: str
     problems: tuple[str, ...] = ()
-    """Everything that is wrong, each in one line; empty if the harness works."""
+    """All problems, one line each; empty if the harness works."""
     dialect: str = ""
     turns: int = 0
-    """Model calls that were recorded."""
+    """Number of recorded model calls."""
     refused: tuple[str, ...] = ()
-    """Model calls that were not answered, as method, path and status."""
+    """Refused model calls, as method, path and status."""
     chains: int = 0
     forks: Mapping[str, int] = field(default_factory=dict)
-    """Why conversations forked, and how often."""
+    """Number of forks by reason."""
     tools_ran: bool = False
-    """Whether the output of a command that the model asked for came back to it."""
+    """Whether the output of a command that the model called was returned to it."""
     exit_code: int | None = None
     seconds: float = 0.0
-    """From the start of the harness to its end."""
+    """Duration of the run."""
     output: str = ""
-    """The end of what it printed."""
+    """The end of its output."""
 
     @property
     def ok(self) -> bool:
         return not self.problems
 
 
-async def check(
+async def check_harness(
     harness: Harness,
     *,
     installs: Installs,
     runtime: Runtime,
-    codec: Codec,
+    codec: ModelCodec,
     data: Path,
     options: Mapping[str, Any] | None = None,
     root: str = "",
     seconds: float = SECONDS,
     progress: Progress | None = None,
-) -> CheckResult:
-    """Install the harness if need be, run it once and account for its calls.
+) -> HarnessCheckResult:
+    """Install the harness if necessary, run it once and account for its calls.
 
-    `runtime` must be open and isolate; `data` is an empty folder of the caller's. What is wrong with the harness is in the
-    result; what is wrong with the machine is raised (`InstallError`, `SandboxError`).
+    `runtime` must be open and isolating; `data` is an empty folder. Problems of the harness are in the result; problems of
+    the machine are raised (`InstallError`, `SandboxError`).
     """
     harness = harness.configured(options or {})
     mounts = [Mount(folder, target) for target, folder in harness.mounts.items()]
     if harness.install is not None:
-        mounts.append(mount(harness, await installs.ensure(harness, progress)))
-    spec = Spec(root=root, mounts=tuple(mounts), network=Network.GATEWAY)
+        mounts.append(install_mount(harness, await installs.ensure(harness, progress)))
+    spec = SandboxSpec(root=root, mounts=tuple(mounts), network=Network.GATEWAY)
     await runtime.prepare(spec)
-    engine = ScriptedEngine(codec, Script())
+    engine = ScriptedEngine(codec, CheckScript())
     gateway = Gateway(engine, codec, GatewaySettings(port=0, control_port=0, data=data))
-    async with serving(gateway, secrets.token_urlsafe()) as running, _sandbox(runtime, spec) as sandbox:
+    async with serve_gateway(gateway, secrets.token_urlsafe()) as running, _sandbox(runtime, spec) as sandbox:
         if harness.install is not None:
-            await check_libc(sandbox, harness, inside(harness))
-        witness = _Witness(running.provider)
-        running.provider = witness
+            await check_libc(sandbox, harness, sandbox_path(harness))
+        counting = _CountingApp(running.provider)
+        running.provider = counting
         began = time.perf_counter()
         done, trajectory = await _run(harness, gateway, running, sandbox, options or {}, seconds)
-        return _judge(harness, done, trajectory, witness.refused, len(engine.requests), time.perf_counter() - began)
+        return _result(harness, done, trajectory, counting.refused, len(engine.requests), time.perf_counter() - began)
 
 
 async def _run(
     harness: Harness,
     gateway: Gateway,
-    running: Running,
+    running: RunningGateway,
     sandbox: Sandbox,
     options: Mapping[str, Any],
     seconds: float,
-) -> tuple[Done, Trajectory]:
+) -> tuple[CommandResult, Trajectory]:
     settings = {**harness.settings, "limits": {"turns": _TURNS}}
     opened = await gateway.create({"instruction": INSTRUCTION, "settings": settings})
-    base_url, door = running.base_url, None
+    base_url, listener = running.base_url, None
     if sandbox.listener is not None:
         base_url = f"http://127.0.0.1:{GATEWAY_PORT}"
-        door = await running.admit(sandbox.listener, opened.session.id)
+        listener = await running.serve_session(sandbox.listener, opened.session.id)
     try:
-        place = Place(
+        place = LaunchContext(
             base_url=base_url,
             key=opened.key,
             model=gateway.model,
             instruction=INSTRUCTION,
-            install=inside(harness),
+            install=sandbox_path(harness),
             context=gateway.engine.info.context,
             session=opened.session.id,
             options=options,
         )
-        launch = harness.launch(harness.place(place))
+        launch = harness.launch(harness.resolve(place))
         await write_files(sandbox, launch.files)
         env = {"PATH": PATH, "HOME": HOME, "TERM": "dumb", **launch.env}
         done = await execute(
@@ -146,34 +145,34 @@ async def _run(
         )
         await sandbox.kill()
     finally:
-        if door is not None:
-            await door.close()
+        if listener is not None:
+            await listener.close()
     return done, await gateway.seal(opened.session.id)
 
 
-def _judge(
-    harness: Harness, done: Done, trajectory: Trajectory, refused: Sequence[str], sampled: int, seconds: float
-) -> CheckResult:
+def _result(
+    harness: Harness, done: CommandResult, trajectory: Trajectory, refused: Sequence[str], sampled: int, seconds: float
+) -> HarnessCheckResult:
     turns = trajectory.turns
-    said = " ".join(done.text.split())[-_SAID:]
-    told = f"; it last said: {said}" if said else "; it said nothing"
+    output = " ".join(done.text.split())[-_QUOTED:]
+    last = f"; its last output: {output}" if output else "; it printed nothing"
     problems = []
     if done.timed_out:
-        problems.append(f"it did not end within {seconds:.0f} s{told}")
+        problems.append(f"it timed out after {seconds:.0f} s{last}")
     elif done.code not in harness.success:
-        problems.append(f"it ended with exit code {done.code}{told}")
+        problems.append(f"it exited with code {done.code}{last}")
     if not turns and harness.calls_model:
-        problems.append(f"it made no model call that reached the gateway{told}")
-    problems += [f"a call of it was not answered: {call}" for call in dict.fromkeys(refused)]
+        problems.append(f"it made no model call that reached the gateway{last}")
+    problems += [f"a model call was refused: {call}" for call in dict.fromkeys(refused)]
     if len(turns) != sampled:
         problems.append(f"{sampled} calls were sampled and {len(turns)} recorded")
     if lost := sum(not turn.delivered for turn in turns):
-        problems.append(f"{lost} replies were never received")
+        problems.append(f"{lost} replies were not received")
     if turns and not trajectory.traces:
-        problems.append("none of its calls gives a training row")
+        problems.append("none of its calls yields a training row")
     if len(turns) >= _TURNS:
-        problems.append(f"it did not end after an answer, but went on for {len(turns)} calls")
-    return CheckResult(
+        problems.append(f"it did not end after an answer, but continued for {len(turns)} calls")
+    return HarnessCheckResult(
         harness=harness.name,
         version=harness.version,
         problems=tuple(problems),
@@ -185,13 +184,15 @@ def _judge(
         tools_ran=any("towline-0-0" in str(message) for turn in turns[1:] for message in turn.messages),
         exit_code=done.code,
         seconds=seconds,
-        output=done.text[-4 * _SAID :],
+        output=done.text[-4 * _QUOTED :],
     )
 
 
-class Script:
-    """One call, two calls at once, then the end in the harness's own way: a tool for it, an answer, or a command that
-    means it. Steps are counted by what the model said, since some harnesses put a note of their own after every result."""
+class CheckScript:
+    """One call, two parallel calls, then the end in the harness's own way: a tool for it, an answer, or a command.
+
+    Steps are counted by the model's messages, because some harnesses add a note of their own after every result.
+    """
 
     def __init__(self) -> None:
         self.answered = False
@@ -212,7 +213,7 @@ class Script:
         if not self.answered:
             self.answered = True
             return Say("All is done.", "I can answer.")
-        # The answer did not end it: some programs end on a command only.
+        # The answer did not end it: some harnesses end only on a command.
         return Say("", "I must say so by a command.", [ToolCall("", tool.name, example_arguments(tool, _SUBMIT))])
 
 
@@ -220,25 +221,25 @@ def _command(step: int, number: int) -> str:
     return f"echo towline-{step}-{number}"
 
 
-class _Witness(ProviderApp):
-    """The provider routes, with a note of every model call that was refused."""
+class _CountingApp(ProviderApp):
+    """The provider routes, recording every refused model call."""
 
     def __init__(self, app: ProviderApp):
         self.__dict__.update(vars(app))
         self.refused: list[str] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def noting(event: Message) -> None:
-            # What is not posted is a probe for this or that, which a harness does without.
+        async def watched(event: Message) -> None:
+            # Requests other than POST are optional probes.
             if event["type"] == "http.response.start" and event["status"] >= 400 and scope["method"] == "POST":
                 self.refused.append(f"POST {scope['path']} {event['status']}")
             await send(event)
 
-        await super().__call__(scope, receive, noting)
+        await super().__call__(scope, receive, watched)
 
 
 @contextlib.asynccontextmanager
-async def _sandbox(runtime: Runtime, spec: Spec) -> AsyncIterator[Sandbox]:
+async def _sandbox(runtime: Runtime, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
     sandbox = await runtime.create(spec)
     try:
         yield sandbox

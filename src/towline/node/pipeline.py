@@ -1,437 +1,359 @@
-"""The node: sessions on their way through the stages, each stage with worker slots of its own.
+"""The way of a session through its stages: INIT, RUN, BUILD, EVALUATE, each with its own worker slots.
 
-While some sessions run, others are made ready and others judged, so that the engine never waits for a sandbox. A session
-that is ready waits for room to run; its budget starts with its run. Every session ends with a trajectory on disk, whatever
-became of it, and every sandbox is destroyed.
+Each stage takes an active session and leaves it ready for the next one. Whatever happens, three things hold: the agent's
+processes are dead before anything is scored; finished turns are in the trajectory, which is written once; a failure of the
+infrastructure is never a reward. Sessions wait for a slot in order of their priority.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
+import itertools
 import logging
-import re
-import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 from towline.config import NodeSettings
 from towline.errors import ConfigError, TowlineError
+from towline.evaluators import leak_audit
+from towline.evaluators.base import Evaluator
 from towline.gateway.gateway import Gateway
-from towline.gateway.server import Running
-from towline.node.breakers import HeldTooLong
-from towline.node.components import Components
-from towline.node.flight import Cancelled, Flight, StageTimeout
-from towline.node.furnish import FurnishError
-from towline.node.judging import EvaluationFailed
-from towline.node.lifecycle import Lifecycle, NothingCaptured, TurnFailed
-from towline.node.preparing import InstallsLike, Prepared, Preparer
-from towline.node.runtimes import Runtimes
-from towline.node.slots import Slots
-from towline.sandboxes.base import SandboxError, Unsupported
-from towline.schema import (
-    BreakerStatus,
-    EndReason,
-    FailureReason,
-    Reward,
-    RewardStatus,
-    Session,
-    SessionState,
-    Task,
-    Trajectory,
-)
-
-log = logging.getLogger("towline.node")
-_PARDONED = 10
-"""Outages that a sample may end in without using up an attempt: after so many it is likely their cause."""
-_HOPELESS = (ConfigError, FurnishError, NothingCaptured, Unsupported)
-"""What would fail again in the same way."""
+from towline.gateway.server import RunningGateway
+from towline.harnesses.install import check_libc
+from towline.node.active_session import ActiveSession, SessionCancelled, StageTimeout
+from towline.node.breakers import CircuitBreakers, ComponentUnavailable
+from towline.node.components import NodeComponents
+from towline.node.environment import PreparedTask, SetupError, TaskPreparer, setup_environment
+from towline.node.evaluation import SessionEvaluation
+from towline.node.finished import FinishedSession, failed_trajectory, final_trajectory
+from towline.node.harness_run import HarnessRunner, ModelCallFailed, NoModelCalls
+from towline.sandboxes.base import Sandbox, SandboxError, SandboxSpec, Unsupported
+from towline.sandboxes.files import archives
+from towline.schema import EndReason, Reward, SessionState
 
 
-@dataclass(slots=True)
-class Finished:
-    """A session at its end."""
+class WorkerSlots:
+    """A semaphore whose queue is ordered by priority, then by arrival."""
 
-    session: Session
-    trajectory: Trajectory
-    logs: Path
-    hopeless: bool = False
-    """It failed for a reason that trying again does not change."""
-    blameless: bool = False
-    """It failed in an outage of an engine or a sandbox runtime: trying again uses up no attempt."""
-    held: bool = False
-    """It waited in vain for an engine or a sandbox runtime that cannot be used: this node does not try again by itself."""
+    def __init__(self, count: int):
+        self.count = count
+        self.taken = 0
+        self._queue: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
 
     @property
-    def usable(self) -> bool:
-        """Whether a trainer can learn from it."""
-        reward = self.trajectory.reward
-        scored = reward is None or reward.score is not None
-        return self.session.state is SessionState.DONE and self.trajectory.report.trained_tokens > 0 and scored
+    def waiting(self) -> int:
+        return sum(not future.done() for _, _, future in self._queue)
+
+    @contextlib.asynccontextmanager
+    async def take(self, priority: int = 0) -> AsyncIterator[None]:
+        """Hold a slot for the block; higher priorities first."""
+        await self.acquire(priority)
+        try:
+            yield
+        finally:
+            self.release()
+
+    async def acquire(self, priority: int = 0) -> None:
+        if self.taken < self.count and not self.waiting:
+            self.taken += 1
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._queue, (-priority, next(self._order), future))
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                # The slot was handed over at the same moment: pass it on.
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Hand the slot to the first waiter, or free it."""
+        while self._queue:
+            _, _, future = heapq.heappop(self._queue)
+            if not future.done():
+                future.set_result(None)
+                return
+        self.taken -= 1
 
 
-def new_session(task: Task, sample: int = 0, attempt: int = 1) -> Session:
-    """A session of the task under a fresh id that begins with the task's name."""
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", task.task_id).strip("-._")[:60] or "session"
-    now = time.time()
-    session_id = f"{slug}-{sample}-{secrets.token_hex(4)}"
-    return Session(
-        session_id=session_id, task_id=task.task_id, sample=sample, attempt=attempt, created=now, updated=now
-    )
+log = logging.getLogger("towline.node")
+_PERMANENT = (ConfigError, SetupError, NoModelCalls, Unsupported)
+"""Errors that a retry does not change."""
 
 
-class Node:
+class SessionPipeline:
+    """Runs sessions through the stages; sessions wait for worker slots in order of their priority."""
+
     def __init__(
         self,
         gateway: Gateway,
-        running: Running,
+        running: RunningGateway,
         settings: NodeSettings,
-        data: Path,
-        installs: InstallsLike,
-        cache: Path,
+        components: NodeComponents,
+        preparer: TaskPreparer,
         *,
-        changed: Callable[[Session], None] | None = None,
+        stores_trajectories: bool,
     ):
-        self.gateway = gateway
-        self.settings = settings
-        # Sandboxes have other working folders than the node.
-        self.data = data.absolute()
-        self.components = Components(gateway, settings)
-        self.runtimes = Runtimes(settings, self.data / "sandboxes", cache, self.components.sandbox_made)
-        self.components.open(self.runtimes)
-        self.preparer = Preparer(settings, self.runtimes, installs)
-        self.lifecycle = Lifecycle(gateway, running, settings, self.components.breakers)
-        self.changed = changed or (lambda session: None)
-        self.flights: dict[str, Flight] = {}
-        self._tasks: set[asyncio.Task[Finished]] = set()
-        self._init = Slots(settings.init_workers)
-        self._run = Slots(settings.run_workers)
-        self._build = Slots(settings.build_workers)
-        self._evaluate = Slots(settings.evaluate_workers)
-        self._ahead = Slots(settings.run_workers + settings.ahead)
-        """Sessions between INIT and the end of RUN: those that run, and so many more."""
+        self._stores_trajectories = stores_trajectories
+        self._gateway = gateway
+        self._settings = settings
+        self._components = components
+        self._preparer = preparer
+        self._stages = SessionStages(gateway, running, settings, components.breakers)
+        self._init = WorkerSlots(settings.init_workers)
+        self._run = WorkerSlots(settings.run_workers)
+        self._build = WorkerSlots(settings.build_workers)
+        self._evaluate = WorkerSlots(settings.evaluate_workers)
+        self._ahead = WorkerSlots(settings.run_workers + settings.ahead)
+        """Sessions between INIT and the end of RUN: those that run, and `ahead` more."""
 
-    async def close(self) -> None:
-        """Cancel what is under way, keep its turns, and leave nothing behind."""
-        for flight in list(self.flights.values()):
-            flight.cancelled.set()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.components.close()
-        await self.runtimes.close()
-
-    # Circuit breakers
-
-    @property
-    def breakers(self) -> list[BreakerStatus]:
-        """Of every engine, and of every sandbox runtime that was asked for."""
-        return self.components.breakers.statuses
-
-    @property
-    def on_breaker(self) -> Callable[[BreakerStatus], None]:
-        """Told of every change of a breaker."""
-        return self.components.breakers.on_breaker
-
-    @on_breaker.setter
-    def on_breaker(self, tell: Callable[[BreakerStatus], None]) -> None:
-        self.components.breakers.on_breaker = tell
-
-    async def breaker_changed(self) -> BreakerStatus:
-        """Wait for the next change of a breaker."""
-        return await self.components.breakers.changed()
-
-    async def probe(self) -> list[str]:
-        """Use every engine and the default sandbox once; one line per problem, with which its breaker opens."""
-        return await self.components.probe()
-
-    # Groups
-
-    async def run_group(self, task: Task, finished: Callable[[Finished], None] | None = None) -> list[Finished]:
-        """All sessions of the task. When `min_samples` of them are usable, the rest are cancelled."""
-        enough = task.min_samples or task.num_samples
-        usable = 0
-        done: list[Finished] = []
-        attempts = [asyncio.ensure_future(self.attempts(task, sample)) for sample in range(task.num_samples)]
-        try:
-            for each in asyncio.as_completed(attempts):
-                one = await each
-                done.append(one)
-                if finished is not None:
-                    finished(one)
-                usable += one.usable
-                if usable >= enough:
-                    self.cancel_task(task.task_id)
-        finally:
-            for attempt in attempts:
-                attempt.cancel()
-            for cut in await asyncio.gather(*attempts, return_exceptions=True):
-                # Sessions that were cut short have kept their turns.
-                if isinstance(cut, Finished) and finished is not None and not any(cut is other for other in done):
-                    finished(cut)
-            self.preparer.forget(task)
-        return sorted(done, key=lambda one: one.session.sample)
-
-    async def attempts(self, task: Task, sample: int) -> Finished:
-        """One sample, tried again while its infrastructure fails."""
-        strikes = pardoned = attempt = 0
-        while True:
-            attempt += 1
-            # Nobody tends this queue: once a component has been away for too long, the sessions behind do not wait as long
-            # again, one after the other.
-            one = await self.submit(task, new_session(task, sample, attempt), since_opening=True)
-            if one.session.state is not SessionState.FAILED or one.hopeless or one.held:
-                return one
-            if one.blameless and pardoned < _PARDONED:
-                pardoned += 1
-            else:
-                strikes += 1
-            if strikes >= task.max_attempts:
-                return one
-
-    # Sessions
-
-    def submit(self, task: Task, session: Session, *, since_opening: bool = False) -> asyncio.Task[Finished]:
-        """Send a session on its way. Cancelling the returned task cancels the session; its turns are kept all the same.
-
-        It waits up to `hold_seconds` for a component that cannot be used; with `since_opening`, counted from the moment at
-        which the component was found unusable.
-        """
-        logs = self.data / "sessions" / session.session_id
-        logs.mkdir(parents=True, exist_ok=True)
-        flight = Flight(task, session, logs, self.changed, since_opening=since_opening)
-        self.flights[session.session_id] = flight
-        work = asyncio.get_running_loop().create_task(self._fly(flight))
-        self._tasks.add(work)
-        work.add_done_callback(self._tasks.discard)
-        self.changed(session)
-        return work
-
-    def cancel(self, session_id: str) -> None:
-        if session_id in self.flights:
-            self.flights[session_id].cancelled.set()
-
-    def cancel_task(self, task_id: str) -> None:
-        for flight in self.flights.values():
-            if flight.task.task_id == task_id:
-                flight.cancelled.set()
-
-    async def _fly(self, flight: Flight) -> Finished:
-        stages = asyncio.ensure_future(self._stages(flight))
+    async def run(self, active: ActiveSession) -> FinishedSession:
+        """Run a session to its end. Cancelling this cancels the session, which still ends in order."""
+        stages = asyncio.ensure_future(self._run_stages(active))
         while not stages.done():
             try:
                 await asyncio.shield(stages)
             except asyncio.CancelledError:
-                # The session is led to its end in order; whoever cancelled it waits for that.
-                flight.cancelled.set()
+                active.cancelled.set()
             except BaseException:
                 break
         return stages.result()
 
-    async def _stages(self, flight: Flight) -> Finished:
+    async def _run_stages(self, active: ActiveSession) -> FinishedSession:
         began = time.perf_counter()
         reward: Reward | None = None
         error: BaseException | None = None
         try:
-            reward = await self._through(flight)
+            reward = await self._through_stages(active)
             state = SessionState.DONE
-        except Cancelled:
+        except SessionCancelled:
             state = SessionState.CANCELLED
-            flight.end_reason = EndReason.CANCELLED
+            active.end_reason = EndReason.CANCELLED
         except (TowlineError, OSError) as failure:
-            # The machine's doing, a full disk say: a reason, and no fault of this program's to trace.
+            # Infrastructure (a full disk, say), not a bug: no traceback.
             state, error = SessionState.FAILED, failure
         except Exception as failure:
-            log.exception("session %s failed", flight.session.session_id)
+            log.exception("session %s failed", active.session.session_id)
             state, error = SessionState.FAILED, failure
         finally:
-            self.flights.pop(flight.session.session_id, None)
-            await self._let_go(flight)
-        blameless = error is not None and await self._in_outage(flight, error)
-        flight.timings["total"] = time.perf_counter() - began
+            await self._release_sandbox(active)
+        active.timings["total"] = time.perf_counter() - began
+        return await self._session_ended(active, state, error, reward)
+
+    async def _session_ended(
+        self, active: ActiveSession, state: SessionState, error: BaseException | None, reward: Reward | None
+    ) -> FinishedSession:
+        """Complete the trajectory, and store it unless the caller does."""
+        blameless = error is not None and await self._in_outage(active, error)
         try:
-            trajectory = await self._conclude(flight, state, error, reward)
+            if active.trajectory is None and active.gateway_id:
+                end_reason = active.end_reason or EndReason.ERROR
+                active.trajectory = await self._gateway.end(active.gateway_id, end_reason)
+            trajectory = final_trajectory(active, state, error, reward)
+            if self._stores_trajectories:
+                await self._gateway.store(trajectory)
         except (TowlineError, OSError, ValueError) as failure:
-            log.error("session %s cannot be concluded: %s", flight.session.session_id, failure)
+            log.error("the trajectory of session %s cannot be stored: %s", active.session.session_id, failure)
             state, error = SessionState.FAILED, failure
-            # What was sampled goes to whoever waits for it, even if it cannot be written here.
-            kept = flight.trajectory or self._bare(flight, state, str(failure))
-            changes = {"state": state, "end_reason": flight.end_reason, "error": str(failure) or repr(failure)}
-            changes |= {"failure": _reason(failure)}
-            trajectory = Trajectory.model_validate(kept.__dict__ | changes)
+            # What was sampled is returned to the caller, even if it cannot be written here.
+            trajectory = failed_trajectory(active, failure)
         failed = state is SessionState.FAILED
-        flight.advance(state, error=trajectory.error if failed else None, failure=trajectory.failure)
-        hopeless, held = isinstance(error, _HOPELESS), isinstance(error, HeldTooLong)
-        return Finished(flight.session, trajectory, flight.logs, hopeless, blameless or held, held)
+        active.advance(state, error=trajectory.error if failed else None, failure=trajectory.failure)
+        permanent, held = isinstance(error, _PERMANENT), isinstance(error, ComponentUnavailable)
+        return FinishedSession(active.session, trajectory, active.logs, permanent, blameless or held, held)
 
-    async def _in_outage(self, flight: Flight, error: BaseException) -> bool:
-        """Whether the session failed in an outage of a component that it needs."""
-        if isinstance(error, _HOPELESS):
-            return False
-        if isinstance(error, TurnFailed):
-            if error.call.at_fault:
-                return False
-            component, at = f"engine:{error.call.engine}", error.call.at
-        elif isinstance(error, SandboxError) or (isinstance(error, StageTimeout) and flight.gateway_id == ""):
-            component, at = self.components.sandbox_of(flight.task).component, time.monotonic()
-        else:
-            return False
-        asking = asyncio.ensure_future(self.components.outage(component, at))
-        cancelled = asyncio.ensure_future(flight.cancelled.wait())
-        try:
-            await asyncio.wait((asking, cancelled), return_when=asyncio.FIRST_COMPLETED)
-            return asking.done() and asking.result()
-        finally:
-            asking.cancel()
-            cancelled.cancel()
-
-    async def _through(self, flight: Flight) -> Reward | None:
-        """All stages in order; the reward, if there is an evaluator."""
-        task, seconds = flight.task, self.settings.seconds
-        budgets = task.timeouts
-        priority = task.priority
-        sandbox = self.components.sandbox_of(task)
-        with flight.timed("queued"):
-            await flight.within(self._usable(flight, sandbox.component), None, "waiting")
-        with flight.timed("prepare"):
-            await flight.within(self._opened(flight), seconds.prepare, "opening the sandbox runtime")
-            prepared = await flight.within(self.preparer.prepare(task), seconds.prepare, "preparing the environment")
-            flight.prepared = prepared
-        flight.engines = self.components.engines_of(prepared.harness.settings, task.settings)
-        with flight.timed("queued"):
-            await flight.within(self._ahead.acquire(priority), None, "waiting")
-        try:
-            await self._made_ready(flight, prepared, budgets.init or seconds.init)
-            with flight.timed("ready"):
-                await flight.within(self._run.acquire(priority), None, "waiting")
-            try:
-                with flight.timed("ready"):
-                    await flight.within(self._usable(flight, *flight.engines), None, "waiting")
-                flight.advance(SessionState.RUNNING)
-                with flight.timed("run"):
-                    await self.lifecycle.run(flight, prepared, budgets.run or seconds.run)
-            finally:
-                self._run.release()
-        finally:
-            self._ahead.release()
-        if flight.end_reason is EndReason.CANCELLED:
-            raise Cancelled("cancelled")
-        async with self._build.take(priority):
-            flight.advance(SessionState.BUILDING)
-            with flight.timed("build"):
-                await self.lifecycle.build(flight, prepared, budgets.build or seconds.build)
-        trajectory = flight.trajectory
-        if prepared.evaluator is None or trajectory is None:
-            return None
-        async with self._evaluate.take(priority):
-            flight.advance(SessionState.EVALUATING)
-            with flight.timed("evaluate"):
-                return await self.lifecycle.evaluate(flight, prepared, trajectory, budgets.evaluate or seconds.evaluate)
-
-    async def _usable(self, flight: Flight, *components: str) -> None:
-        """Wait until the circuit breakers of all of them are closed."""
-        breakers, longest = self.components.breakers, self.settings.hold_seconds
-        await breakers.wait(components, longest, since_opening=flight.since_opening)
-
-    async def _opened(self, flight: Flight) -> None:
-        """Have the runtime of the session's sandbox opened."""
-        sandbox = self.components.sandbox_of(flight.task)
-        try:
-            await self.components.usable_runtime(flight.task)
-        except (SandboxError, OSError) as error:
-            raise HeldTooLong(sandbox) from error
-
-    async def _made_ready(self, flight: Flight, prepared: Prepared, seconds: float) -> None:
-        with flight.timed("queued"):
-            await flight.within(self._init.acquire(flight.task.priority), None, "waiting")
-        sandbox = self.components.sandbox_of(flight.task)
-        try:
-            with flight.timed("queued"):
-                await flight.within(self._usable(flight, sandbox.component), None, "waiting")
-            flight.advance(SessionState.INIT)
-            with flight.timed("init"):
-                await flight.within(self.lifecycle.init(flight, prepared), seconds, "INIT")
-        except StageTimeout as error:
-            if flight.sandbox is None:
-                sandbox.failed(f"no sandbox was made within {seconds:g} s")
-            raise error
-        finally:
-            self._init.release()
-        flight.advance(SessionState.READY)
-
-    # The end
-
-    async def _let_go(self, flight: Flight) -> None:
-        sandbox, flight.sandbox = flight.sandbox, None
+    async def _release_sandbox(self, active: ActiveSession) -> None:
+        sandbox, active.sandbox = active.sandbox, None
         if sandbox is not None:
             try:
                 await sandbox.destroy()
             except (TowlineError, OSError) as error:
-                log.error("the sandbox of session %s was not destroyed: %s", flight.session.session_id, error)
+                log.error("the sandbox of session %s was not destroyed: %s", active.session.session_id, error)
 
-    async def _conclude(
-        self, flight: Flight, state: SessionState, error: BaseException | None, reward: Reward | None
-    ) -> Trajectory:
-        """The trajectory with all that is known of the session, durably on disk."""
-        if flight.trajectory is None and flight.gateway_id:
-            flight.trajectory = await self.gateway.seal(flight.gateway_id, flight.end_reason or EndReason.ERROR)
-        said = None if error is None else str(error) or repr(error)
-        built = flight.trajectory or self._bare(flight, state, said)
-        if flight.prepared is not None and flight.prepared.evaluator is not None and reward is None:
-            broken = isinstance(error, EvaluationFailed)
-            status = RewardStatus.FAILED if broken else RewardStatus.MISSING
-            kind = flight.prepared.evaluator.kind
-            reward = Reward(value=0.0, evaluator=kind, status=status, error=said if broken else None)
-        fields = {
-            "state": state,
-            "end_reason": flight.end_reason,
-            "error": said or built.error,
-            "failure": _reason(error) if state is SessionState.FAILED else None,
-            "timings": flight.timings,
-            "metadata": {
-                **built.metadata,
-                **self._metadata(flight),
-                "notes": [*built.metadata.get("notes", []), *flight.notes],
-            },
-        }
-        trajectory = Trajectory.model_validate(built.__dict__ | fields)
-        if reward is not None:
-            trajectory = trajectory.with_reward(reward)
-        path = self.gateway.trajectories / f"{flight.session.session_id}.arrow"
-        await asyncio.to_thread(trajectory.write, path)
-        return trajectory
+    async def _in_outage(self, active: ActiveSession, error: BaseException) -> bool:
+        """Whether the session failed in an outage of a component that it needs."""
+        if isinstance(error, _PERMANENT):
+            return False
+        if isinstance(error, ModelCallFailed):
+            if error.call.at_fault:
+                return False
+            component, at = f"engine:{error.call.engine}", error.call.at
+        elif isinstance(error, SandboxError) or (isinstance(error, StageTimeout) and active.gateway_id == ""):
+            component, at = self._components.sandbox_of(active.task).component, time.monotonic()
+        else:
+            return False
+        outage = asyncio.ensure_future(self._components.outage(component, at))
+        cancelled = asyncio.ensure_future(active.cancelled.wait())
+        try:
+            await asyncio.wait((outage, cancelled), return_when=asyncio.FIRST_COMPLETED)
+            return outage.done() and outage.result()
+        finally:
+            outage.cancel()
+            cancelled.cancel()
 
-    def _bare(self, flight: Flight, state: SessionState, error: str | None) -> Trajectory:
-        """Of a session that never reached the gateway."""
-        if state is SessionState.FAILED and not error:
-            error = "unknown"
-        return Trajectory(
-            session_id=flight.session.session_id,
-            group_id=flight.task.task_id,
-            state=state,
-            end_reason=flight.end_reason,
-            error=error,
-            created=flight.session.created,
-        )
+    async def _through_stages(self, active: ActiveSession) -> Reward | None:
+        """Run all stages in order; the reward, if there is an evaluator."""
+        task, seconds = active.task, self._settings.seconds
+        budgets = task.timeouts
+        priority = task.priority
+        sandbox = self._components.sandbox_of(task)
+        with active.timed("queued"):
+            await active.within(self._wait_for(active, sandbox.component), None, "waiting")
+        with active.timed("prepare"):
+            await active.within(self._open_runtime(active), seconds.prepare, "opening the sandbox runtime")
+            prepared = await active.within(self._preparer.prepare(task), seconds.prepare, "preparing the environment")
+            active.prepared = prepared
+        active.engines = self._components.engines_of(prepared.harness.settings, task.settings)
+        with active.timed("queued"):
+            await active.within(self._ahead.acquire(priority), None, "waiting")
+        try:
+            await self._prepare_sandbox(active, prepared, budgets.init or seconds.init)
+            with active.timed("ready"):
+                await active.within(self._run.acquire(priority), None, "waiting")
+            try:
+                with active.timed("ready"):
+                    await active.within(self._wait_for(active, *active.engines), None, "waiting")
+                active.advance(SessionState.RUNNING)
+                with active.timed("run"):
+                    await self._stages.run(active, prepared, budgets.run or seconds.run)
+            finally:
+                self._run.release()
+        finally:
+            self._ahead.release()
+        if active.end_reason is EndReason.CANCELLED:
+            raise SessionCancelled("the session was cancelled")
+        async with self._build.take(priority):
+            active.advance(SessionState.BUILDING)
+            with active.timed("build"):
+                await self._stages.build(active, prepared, budgets.build or seconds.build)
+        trajectory = active.trajectory
+        if prepared.evaluator is None or trajectory is None:
+            return None
+        async with self._evaluate.take(priority):
+            active.advance(SessionState.EVALUATING)
+            with active.timed("evaluate"):
+                return await self._stages.evaluate(active, prepared, trajectory, budgets.evaluate or seconds.evaluate)
 
-    def _metadata(self, flight: Flight) -> dict[str, object]:
-        known: dict[str, object] = {
-            "task_id": flight.task.task_id,
-            "harness": flight.task.harness,
-            "sample": flight.session.sample,
-            "attempt": flight.session.attempt,
-            "exit_code": flight.exit_code,
-            # File names of the agent's are in them, and they are stored as UTF-8.
-            "notes": [note.encode("utf-8", "backslashreplace").decode() for note in flight.notes],
-            **({"task": flight.task.metadata} if flight.task.metadata else {}),
-        }
-        if flight.prepared is not None:
-            known["harness_version"] = flight.prepared.harness.version
-            known["sandbox"] = flight.prepared.runtime.name
-        return known
+    async def _wait_for(self, active: ActiveSession, *components: str) -> None:
+        """Wait until the circuit breakers of all these components are closed."""
+        breakers, longest = self._components.breakers, self._settings.hold_seconds
+        await breakers.wait(components, longest, since_opening=active.since_opening)
+
+    async def _open_runtime(self, active: ActiveSession) -> None:
+        """Open the runtime of the session's sandbox."""
+        sandbox = self._components.sandbox_of(active.task)
+        try:
+            await self._components.open_runtime(active.task)
+        except (SandboxError, OSError) as error:
+            raise ComponentUnavailable(sandbox) from error
+
+    async def _prepare_sandbox(self, active: ActiveSession, prepared: PreparedTask, seconds: float) -> None:
+        with active.timed("queued"):
+            await active.within(self._init.acquire(active.task.priority), None, "waiting")
+        sandbox = self._components.sandbox_of(active.task)
+        try:
+            with active.timed("queued"):
+                await active.within(self._wait_for(active, sandbox.component), None, "waiting")
+            active.advance(SessionState.INIT)
+            with active.timed("init"):
+                await active.within(self._stages.init(active, prepared), seconds, "INIT")
+        except StageTimeout as error:
+            if active.sandbox is None:
+                sandbox.failed(f"no sandbox was created within {seconds:g} s")
+            raise error
+        finally:
+            self._init.release()
+        active.advance(SessionState.READY)
 
 
-def _reason(error: BaseException | None) -> FailureReason:
-    """Which part of the infrastructure an error stands for."""
-    if isinstance(error, TowlineError):
-        return FailureReason(error.failure)
-    return FailureReason.STORAGE if isinstance(error, OSError) else FailureReason.INTERNAL
+class SessionStages:
+    """What happens to a session in each stage."""
+
+    def __init__(self, gateway: Gateway, running: RunningGateway, settings: NodeSettings, breakers: CircuitBreakers):
+        self._gateway = gateway
+        self._settings = settings
+        self._evaluation = SessionEvaluation(settings)
+        self._runner = HarnessRunner(gateway, running, settings, breakers, self._evaluation)
+        self.run = self._runner.run
+        self.evaluate = self._evaluation.evaluate
+        self._verified: set[SandboxSpec] = set()
+        """Specs in whose sandboxes the harness's interpreter is known to start."""
+
+    async def init(self, active: ActiveSession, prepared: PreparedTask) -> None:
+        """INIT: a sandbox with the environment and the harness set up, audited for anything that gives the answer away."""
+        sandbox = await prepared.pool.acquire(prepared.run)
+        active.sandbox = sandbox
+        await setup_environment(sandbox, prepared.environment, active.logs / "setup.log")
+        if prepared.install and prepared.run not in self._verified:
+            await check_libc(sandbox, prepared.harness, prepared.install)
+            self._verified.add(prepared.run)
+        if prepared.evaluator is not None:
+            problems = await leak_audit.audit_before_run(sandbox, active.task, prepared.evaluator)
+            if problems:
+                raise SandboxError("the environment gives the answer away: " + "; ".join(problems))
+            if prepared.evaluator.needs_sandbox:
+                prepared.pool.warm(prepared.evaluate, 1)
+
+    async def build(self, active: ActiveSession, prepared: PreparedTask, seconds: float) -> None:
+        """BUILD: end the session at the gateway, take what is scored and what is kept out of the sandbox, and destroy it.
+
+        Nothing that the agent left can make this fail: what cannot be kept becomes a note, what cannot be scored is
+        attributed to the agent.
+        """
+        sandbox = active.sandbox
+        if active.gateway_id:
+            ending = self._gateway.end(active.gateway_id, active.end_reason or EndReason.ERROR)
+            active.trajectory = await active.within(ending, seconds, "building")
+        if sandbox is None:
+            return
+        evaluator = prepared.evaluator
+        if active.sandbox_ended:
+            if evaluator is not None and evaluator.needs_sandbox:
+                active.eval_failures = [
+                    SandboxError("the sandbox was killed at its memory limit, with everything that is scored")
+                ]
+            active.sandbox = None
+            return await active.within(sandbox.destroy(), seconds, "building")
+        if evaluator is not None:
+            await self._evaluation.collect(active, prepared, sandbox, seconds)
+        await self._try(active, self._keep_artifacts(active, prepared, sandbox), seconds, "keeping the artifacts")
+        if evaluator is not None:
+            audit = self._audit(active, sandbox, evaluator)
+            await self._try(active, audit, seconds, "auditing the agent's changes")
+        if evaluator is None or not evaluator.shared:
+            active.sandbox = None
+            await active.within(sandbox.destroy(), seconds, "building")
+
+    async def _try(self, active: ActiveSession, work: Coroutine[Any, Any, None], seconds: float, what: str) -> None:
+        """Do work that may fail without affecting the score: a failure becomes a note."""
+        try:
+            await active.within(work, seconds, what)
+        except SessionCancelled:
+            raise
+        except (TowlineError, OSError, ValueError) as error:
+            active.notes.append(f"{what} failed: {error}")
+
+    async def _audit(self, active: ActiveSession, sandbox: Sandbox, evaluator: Evaluator) -> None:
+        active.notes += await leak_audit.audit_after_run(sandbox, active.task, evaluator)
+
+    async def _keep_artifacts(self, active: ActiveSession, prepared: PreparedTask, sandbox: Sandbox) -> None:
+        for path in prepared.environment.artifacts:
+            folder = active.logs / "artifacts"
+            folder.mkdir(exist_ok=True)
+            try:
+                archive = await sandbox.get(path, max_bytes=self._settings.artifact_bytes)
+                skipped = await asyncio.to_thread(
+                    archives.unpack, archive, folder, max_bytes=self._settings.artifact_bytes
+                )
+                if skipped:
+                    named = ", ".join(skipped[:5]) + (", …" if len(skipped) > 5 else "")
+                    active.notes.append(
+                        f"artifact {path}: {len(skipped)} skipped (devices, or links that lead out): {named}"
+                    )
+            except (SandboxError, archives.ArchiveError) as error:
+                active.notes.append(f"artifact {path} was not kept: {error}")

@@ -1,1 +1,1 @@
-"""Places to run what is not trusted: one interface, four runtimes, and a pool of warm ones."""
+"""Isolated places for untrusted programs: one interface, four runtimes, and a pool of warm sandboxes."""

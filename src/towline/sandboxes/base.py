@@ -1,14 +1,14 @@
-"""The sandbox interface: a place for what is not trusted, with a door that only the node opens.
+"""The sandbox interface: an isolated place for untrusted programs, controlled only by the node.
 
 Contract of every runtime:
-- What runs inside sees its root, its layers and its mounts, and changes none of them outside: every write goes to a
+- Programs inside see their root, its layers and its mounts, and change none of them outside: every write goes to a
   throw-away layer of bounded size.
-- A limit that is asked for is enforced, or the sandbox is not made: a runtime probes what it can do when it opens and
-  fails closed.
-- `kill` ends every process inside, daemons and orphans too, and leaves the files; `destroy` leaves nothing.
-- With network `gateway`, `listener` is a socket that listens on loopback *inside* the sandbox; whoever holds it accepts
-  the connections. Nothing else can be reached.
-- Paths and bytes that come out of a sandbox are hostile: archives are read with `towline.sandboxes.archives`.
+- A requested limit is enforced, or the sandbox is not created: a runtime probes what it can enforce when it opens, and fails
+  closed.
+- `kill` ends every process inside, daemons and orphans too, and keeps the files; `destroy` leaves nothing behind.
+- With network `gateway`, `listener` is a socket that listens on loopback *inside* the sandbox; the gateway holds it and
+  accepts the connections. Nothing else can be reached.
+- Paths and bytes that come out of a sandbox are hostile: archives are read with `files/archives.py`.
 """
 
 from __future__ import annotations
@@ -16,81 +16,89 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from towline.errors import TowlineError
-from towline.sandboxes import archives
+from towline.sandboxes.files import archives
 from towline.schema import Network, Resources
 
 GATEWAY_PORT = 8500
 """Where the gateway listens inside a sandbox with network `gateway`, on 127.0.0.1."""
 DEFAULT_RESOURCES = Resources(memory_mb=4096, pids=1024, cpus=None, disk_mb=4096)
-OUTPUT_BYTES = 16 * 1024 * 1024
-"""Most that `execute` keeps of each of a command's streams."""
-_LINGER = 1.0
-"""Seconds that streams are read on after their command has ended."""
+MAX_OUTPUT_BYTES = 16 * 1024 * 1024
+"""How much of each output stream of a command `execute` keeps."""
+MAX_GET_BYTES = 256 * 1024 * 1024
+"""Default size limit of `Sandbox.get`."""
+_DRAIN_SECONDS = 1.0
+"""How long output is still read after the command has exited."""
 
 
 class SandboxError(TowlineError):
-    """A sandbox that cannot be made or used: an infrastructure failure, never the harness's."""
+    """A sandbox cannot be created or used: an infrastructure failure, never the harness's fault."""
 
     failure = "sandbox"
 
 
 class Unsupported(SandboxError):
-    """The runtime cannot enforce or do what the spec asks; it says so rather than do less."""
+    """The runtime cannot enforce or do what the spec requests, and refuses instead of doing less."""
 
 
 class PathMissing(SandboxError):
-    """There is nothing at a path inside."""
+    """The path does not exist inside the sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A folder of the host shown inside."""
+    """A folder of the host that is visible inside."""
 
     source: Path
     target: str
     writable: bool = False
     """Writes go to a throw-away layer over the source, never to the source itself."""
 
+    def existing_source(self) -> Path:
+        """The resolved source; `SandboxError` if it does not exist."""
+        if not self.source.exists():
+            raise SandboxError(f"cannot mount {self.source} at {self.target}: it does not exist")
+        return self.source.resolve()
+
 
 @dataclass(frozen=True, slots=True)
-class Spec:
-    """What a sandbox is made from. Two equal specs make interchangeable sandboxes: a pool is kept by spec."""
+class SandboxSpec:
+    """What a sandbox is made from. Equal specs make interchangeable sandboxes, so the pool is keyed by spec."""
 
     root: str = ""
-    """Empty for an allow-list of the host's own root; a folder; a tar file; or an image's name, where there are images."""
+    """Empty for an allow-list of the host's own root; else a folder, a tar file or, with docker, an image name."""
     layers: tuple[Path, ...] = ()
-    """Folders laid over the root, lowest first, each holding changed files only."""
+    """Folders stacked over the root, lowest first, each with changed files only."""
     mounts: tuple[Mount, ...] = ()
     network: Network = Network.NONE
     resources: Resources = field(default_factory=lambda: DEFAULT_RESOURCES, hash=False)
     env: tuple[tuple[str, str], ...] = ()
-    """Of every command inside."""
+    """Environment of every command inside."""
     workdir: str = "/work"
-    """Made if it is not there; where commands start."""
+    """Where commands start; created if it does not exist."""
     user: str = ""
-    """Empty for root as seen from inside, else a name or number that the root's /etc/passwd knows."""
+    """Empty for root as seen from inside, else a name or number in the root's /etc/passwd."""
     seconds: float | None = None
-    """After so long the sandbox ends itself, whatever became of the node."""
+    """Lifetime: the sandbox then ends by itself, even if the node is gone."""
 
 
 @dataclass(slots=True)
-class Done:
-    """A command that has ended."""
+class CommandResult:
+    """A command that has exited."""
 
     code: int
-    """Exit code; a signal is 128 plus its number."""
+    """Exit code; 128 plus the number of a signal."""
     stdout: bytes
     stderr: bytes
     timed_out: bool = False
     truncated: bool = False
-    """More came out than was kept."""
+    """The command wrote more than was kept."""
 
     @property
     def ok(self) -> bool:
@@ -98,26 +106,31 @@ class Done:
 
     @property
     def text(self) -> str:
-        """Both streams, for a person."""
+        """Both streams, for error messages."""
         return (self.stdout + self.stderr).decode("utf-8", "replace")
 
 
 class ChangeKind(StrEnum):
+    """How a path differs from the root."""
+
     ADDED = "added"
+    """The root has no such path."""
     CHANGED = "changed"
+    """Content, type, mode or owner differ from the root's."""
     DELETED = "deleted"
+    """The root has it, the sandbox does not."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A path inside that is not as the root had it."""
+class PathChange:
+    """A path inside that differs from the root."""
 
     path: str
     kind: ChangeKind
 
 
-class Process(Protocol):
-    """A live command inside a sandbox. Its streams must be read, or it stops when they are full."""
+class SandboxProcess(Protocol):
+    """A live command inside a sandbox. Its output must be read, or it blocks when the pipes are full."""
 
     @property
     def stdin(self) -> asyncio.StreamWriter: ...
@@ -129,22 +142,22 @@ class Process(Protocol):
     def stderr(self) -> asyncio.StreamReader: ...
 
     async def wait(self) -> int:
-        """The exit code; a signal is 128 plus its number."""
+        """The exit code; 128 plus the number of a signal."""
         ...
 
     async def kill(self) -> None:
-        """End this command and its process group; `Sandbox.kill` is what ends daemons too."""
+        """Kill this command and its process group; only `Sandbox.kill` reaches daemons too."""
         ...
 
 
 class Sandbox(Protocol):
-    """One place. Made by a `Runtime`, ended by `destroy`, both exactly once."""
+    """One sandbox. Created by a `Runtime`, ended by `destroy`."""
 
     @property
     def id(self) -> str: ...
 
     @property
-    def spec(self) -> Spec: ...
+    def spec(self) -> SandboxSpec: ...
 
     @property
     def listener(self) -> socket.socket | None:
@@ -158,81 +171,93 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         user: str | None = None,
-    ) -> Process:
-        """Start a command; nothing of the node's own environment reaches it."""
+    ) -> SandboxProcess:
+        """Start a command. It inherits nothing of the node's own environment."""
         ...
 
     async def put(self, archive: bytes | Path, target: str) -> None:
-        """Unpack a tar (`towline.sandboxes.archives.pack`) under `target`, which is made. Owned by the sandbox's user."""
+        """Unpack a tar (`files.archives.pack`) under `target`, which is created. The sandbox's user owns the files."""
         ...
 
-    async def get(self, path: str, *, most: int = 256 * 1024 * 1024) -> bytes:
-        """A file or folder as a tar whose names start at its own; `PathMissing` if it is not there, `SandboxError` if it is
-        larger or cannot be read."""
+    async def get(self, path: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        """A file or folder as a tar whose names start at its own name.
+
+        `PathMissing` if it does not exist, `SandboxError` if it is larger than `max_bytes` or cannot be read.
+        """
         ...
 
-    async def diff(self) -> list[Change]:
-        """What is not as the root and its layers had it, by path. Mounts are not looked at."""
+    async def diff(self) -> list[PathChange]:
+        """What differs from the root and its layers, ordered by path. Mounts are excluded."""
         ...
 
     async def kill(self) -> None:
-        """End every process inside; the files stay and can be read, and commands can be started again."""
+        """Kill every process inside. Files stay readable, and new commands can be started."""
         ...
 
     async def destroy(self) -> None:
-        """End everything and leave nothing behind. May be called twice."""
+        """Kill everything and leave nothing behind. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    """What became of a sandbox by other hands than its node's."""
+class SandboxHealth:
+    """What happened to a sandbox without the node's doing."""
 
     ended: bool = False
-    """It has ended, and its node did not end it."""
-    memory_kills: int = 0
-    """Processes inside that its own memory limit has ended so far."""
+    """The sandbox ended, and the node did not destroy it."""
+    oom_kills: int = 0
+    """Processes inside that were killed by the sandbox's own memory limit so far."""
 
 
 @runtime_checkable
-class Fated(Protocol):
-    """A sandbox that knows its fate."""
+class ReportsSandboxHealth(Protocol):
+    """A sandbox that can report its health."""
 
-    async def fate(self) -> Fate: ...
+    async def health(self) -> SandboxHealth: ...
 
 
-async def fate_of(sandbox: Sandbox, *, killed: bool) -> Fate:
-    """The fate of a sandbox in which a command has ended; `killed` says that it was by SIGKILL.
+async def sandbox_health(sandbox: Sandbox, *, killed: bool) -> SandboxHealth:
+    """The health of a sandbox in which a command has exited; `killed` if the command died by SIGKILL.
 
-    The first process of a sandbox takes all others with it, and is the last to be seen dead: after a SIGKILL the sandbox is
-    therefore used once, which works as long as its first process lives.
+    The first process of a sandbox takes all others with it, and is the last to be seen dead. So after a SIGKILL the sandbox
+    is used once, which succeeds only while its first process lives, whatever the agent did to its files: `/` cannot be
+    removed or replaced.
     """
-    if not isinstance(sandbox, Fated):
-        return Fate()
-    fate = await sandbox.fate()
-    if not killed or fate.ended:
-        return fate
+    if not isinstance(sandbox, ReportsSandboxHealth):
+        return SandboxHealth()
+    health = await sandbox.health()
+    if not killed or health.ended:
+        return health
     ended = False
     try:
-        await sandbox.put(archives.pack({}), sandbox.spec.workdir)
+        await sandbox.put(archives.pack({}), "/")
     except SandboxError:
         ended = True
-    fate = await sandbox.fate()
-    return Fate(fate.ended or ended, fate.memory_kills)
+    health = await sandbox.health()
+    return SandboxHealth(health.ended or ended, health.oom_kills)
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a runtime found out about itself and this machine."""
+class RuntimeFacts:
+    """What a runtime found out about itself and this machine when it opened."""
 
     version: str
     isolated: bool
-    """Whether what runs inside is kept from the host."""
+    """Whether programs inside are isolated from the host."""
     enforced: frozenset[str]
     """Which of memory_mb, pids, cpus, disk_mb, seconds it can enforce."""
     networks: frozenset[Network]
     notes: tuple[str, ...] = ()
-    """What a person should know, and what to do about it."""
+    """What the operator should know, and what to do about it."""
+
+
+def unenforced_limits(resources: Resources, enforced: Collection[str], waived: Resources | None) -> dict[str, float]:
+    """The requested limits that a runtime does not enforce, except those equal to a `waived` default."""
+    return {
+        name: value
+        for name, value in resources
+        if value is not None and name not in enforced and (waived is None or value != getattr(waived, name))
+    }
 
 
 class Runtime(Protocol):
@@ -241,26 +266,26 @@ class Runtime(Protocol):
     name: str
 
     @property
-    def facts(self) -> Facts: ...
+    def facts(self) -> RuntimeFacts: ...
 
     async def open(self) -> None:
-        """Probe, and end what an earlier crash left; `SandboxError` with what to do if it cannot work here."""
+        """Probe the machine and remove leftovers of a crash; `SandboxError` with what to do if it cannot work here."""
         ...
 
-    async def prepare(self, spec: Spec) -> None:
-        """Fetch and unpack what the spec's root needs, ahead of `create`. A second call costs nothing."""
+    async def prepare(self, spec: SandboxSpec) -> None:
+        """Fetch and unpack what the spec's root needs, ahead of `create`. A no-op the second time."""
         ...
 
-    async def create(self, spec: Spec) -> Sandbox: ...
+    async def create(self, spec: SandboxSpec) -> Sandbox: ...
 
     async def close(self) -> None:
-        """Destroy every sandbox that is left."""
+        """Destroy every remaining sandbox."""
         ...
 
 
 @runtime_checkable
 class NeedsRoot(Protocol):
-    """A runtime that makes no sandbox without a root of its own, and so cannot be tried without a task."""
+    """A runtime that makes no sandbox without its own root, so it cannot be probed without a task."""
 
     async def ping(self) -> None:
         """Raise `SandboxError` unless the runtime answers."""
@@ -276,12 +301,12 @@ async def execute(
     cwd: str | None = None,
     user: str | None = None,
     seconds: float | None = None,
-    most: int = OUTPUT_BYTES,
-) -> Done:
-    """Run a command to its end, or kill it after `seconds`; what came out until then is kept."""
+    max_bytes: int = MAX_OUTPUT_BYTES,
+) -> CommandResult:
+    """Run a command until it exits, or kill it after `seconds`; its output until then is kept."""
     process = await sandbox.start(command, env=env, cwd=cwd, user=user)
-    out, errors = _Kept(most), _Kept(most)
-    reading = asyncio.gather(out.read(process.stdout), errors.read(process.stderr), _feed(process, stdin))
+    stdout, stderr = _CappedOutput(max_bytes), _CappedOutput(max_bytes)
+    reading = asyncio.gather(stdout.read(process.stdout), stderr.read(process.stderr), _feed(process, stdin))
     timed_out = False
     try:
         try:
@@ -290,34 +315,35 @@ async def execute(
             timed_out = True
             await process.kill()
             code = await process.wait()
-        # A daemon may hold the streams open for ever; what the command itself wrote is in them by now.
+        # A daemon may hold the streams open forever; everything that the command itself wrote is in them by now.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(reading), _LINGER)
+            await asyncio.wait_for(asyncio.shield(reading), _DRAIN_SECONDS)
     except BaseException:
         await asyncio.shield(process.kill())
         raise
     finally:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-    return Done(code, bytes(out.data), bytes(errors.data), timed_out, out.cut or errors.cut)
+    truncated = stdout.truncated or stderr.truncated
+    return CommandResult(code, bytes(stdout.data), bytes(stderr.data), timed_out, truncated)
 
 
 @dataclass(slots=True)
-class _Kept:
-    """The beginning of a stream."""
+class _CappedOutput:
+    """The first `max_bytes` of a stream."""
 
-    most: int
+    max_bytes: int
     data: bytearray = field(default_factory=bytearray)
-    cut: bool = False
+    truncated: bool = False
 
     async def read(self, stream: asyncio.StreamReader) -> None:
         while chunk := await stream.read(65_536):
-            room = self.most - len(self.data)
+            room = self.max_bytes - len(self.data)
             self.data += chunk[:room]
-            self.cut = self.cut or len(chunk) > room
+            self.truncated = self.truncated or len(chunk) > room
 
 
-async def _feed(process: Process, data: bytes) -> None:
+async def _feed(process: SandboxProcess, data: bytes) -> None:
     with contextlib.suppress(ConnectionError):
         if data:
             process.stdin.write(data)

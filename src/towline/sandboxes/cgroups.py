@@ -1,8 +1,12 @@
-"""A control group for each sandbox, in whatever hierarchies this machine has: v1, v2, or both.
+"""Resource limits: one control group per sandbox, in whichever hierarchies this machine has (v1, v2, or both).
 
-A controller is used where its hierarchy lets this process make groups, below its own group first and at the top second
-(root only). What is found is tried out before it is promised: a group is made, a limit written and read back. The v2
-hierarchy is used even when it holds no controllers, for `cgroup.kill`.
+A controller is used where its hierarchy lets this process create groups, below its own group first and at the top
+second (root only). What is found is tested before it is promised: a group is created, a limit written and read back.
+The v2 hierarchy is used even when it has no controllers, for `cgroup.kill`.
+
+`MemoryWatch` is the weaker fallback where no control group can limit memory: RLIMIT_DATA limits each process, and the
+total of a sandbox is polled twice per second. Between two polls a sandbox can exceed its limit, so this is named in a
+runtime's notes and never counted as enforced.
 """
 
 from __future__ import annotations
@@ -28,19 +32,19 @@ class _Hierarchy:
     own: str
     """This process's own group, as a folder."""
     root: str = "/"
-    """The group that the mount shows as its top."""
+    """The group at the top of the mount."""
 
 
 @dataclass(slots=True)
 class Cgroups:
-    """Where a keeper makes its groups: one folder a hierarchy, named for the keeper."""
+    """Where a supervisor creates its groups: one folder per hierarchy, named after the supervisor."""
 
     folders: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """By controller (and `kill` for the v2 hierarchy): its version and the keeper's folder."""
+    """By controller (and `kill` for the v2 hierarchy): its version and the supervisor's folder."""
     notes: list[str] = field(default_factory=list)
 
     def create(self, name: str, limits: dict[str, float | None], slack: int) -> list[str]:
-        """Make a sandbox's groups with its limits; `slack` processes are the sandbox's own. Returns their folders."""
+        """Create a sandbox's groups with its limits; returns their folders. `slack` processes are added to `pids`."""
         made: list[str] = []
         try:
             for folder in self._needed(limits):
@@ -59,8 +63,7 @@ class Cgroups:
         return made
 
     def _needed(self, limits: dict[str, float | None]) -> list[str]:
-        """The folders of the controllers that have something to hold, and of those that end processes best: each costs
-        a move when the sandbox is made."""
+        """The folders of controllers with a limit, and of those that kill best: each costs a move per new sandbox."""
         held = {controller for limit, controller in LIMITS.items() if limits.get(limit) is not None}
         wanted = [folder for controller, (_, folder) in self.folders.items() if controller in held | {"kill"}]
         return list(dict.fromkeys(wanted)) or self._homes()[:1]
@@ -72,8 +75,8 @@ class Cgroups:
         remove(self._homes())
 
 
-def find(name: str) -> Cgroups:
-    """Look for usable hierarchies and make the keeper's folder in each."""
+def find_cgroups(name: str) -> Cgroups:
+    """Find usable hierarchies and create the supervisor's folder in each."""
     found = Cgroups()
     hierarchies = _hierarchies()
     for hierarchy in hierarchies:
@@ -82,7 +85,7 @@ def find(name: str) -> Cgroups:
             continue
         for parent in dict.fromkeys((hierarchy.own, hierarchy.mounted)):
             folder = f"{parent}/{name}"
-            usable = _try(hierarchy, parent, folder, wanted)
+            usable = _probe(hierarchy, parent, folder, wanted)
             if usable is None:
                 continue
             if wanted and not usable and parent != hierarchy.mounted:
@@ -95,14 +98,14 @@ def find(name: str) -> Cgroups:
     missing = [controller for controller in _CONTROLLERS if controller not in found.folders]
     if missing:
         found.notes.append(
-            f"no control group can be made for {', '.join(missing)}: run as root, or in a delegated group "
+            f"no control group for {', '.join(missing)}: run as root, or in a delegated group "
             "(systemd-run --user --scope -p Delegate=yes …)"
         )
     return found
 
 
 def enter(folders: Iterable[str], pid: int) -> None:
-    """Move a process into groups; its children are born there."""
+    """Move a process into groups; its children inherit them."""
     for folder in folders:
         _write(f"{folder}/cgroup.procs", str(pid))
 
@@ -115,8 +118,8 @@ def processes(folders: Iterable[str]) -> set[int]:
     return pids
 
 
-def memory_kills(folders: Iterable[str]) -> int:
-    """How many processes the memory limit of these groups has ended."""
+def oom_kills(folders: Iterable[str]) -> int:
+    """How many processes the memory limit of these groups has killed."""
     most = 0
     for folder in folders:
         for name in ("memory.events", "memory.oom_control"):
@@ -127,7 +130,7 @@ def memory_kills(folders: Iterable[str]) -> int:
 
 
 def folders_of(pid: int) -> list[str]:
-    """The folders of the groups that a process is in."""
+    """The folders of a process's groups."""
     paths: dict[str, str] = {}
     with suppress(OSError), open(f"/proc/{pid}/cgroup") as lines:
         for line in lines:
@@ -142,7 +145,7 @@ def folders_of(pid: int) -> list[str]:
 
 
 def kill(folders: Iterable[str]) -> None:
-    """End every process in the groups; by one stroke where there is a v2 group."""
+    """Kill every process in the groups; atomically where there is a v2 group."""
     folders = list(folders)
     for folder in folders:
         with suppress(OSError):
@@ -152,8 +155,8 @@ def kill(folders: Iterable[str]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def gone(folders: list[str]) -> bool:
-    """Remove empty groups; whether all are gone."""
+def remove_empty(folders: list[str]) -> bool:
+    """Remove empty groups; returns whether all are gone."""
     for folder in folders:
         with suppress(FileNotFoundError):
             try:
@@ -163,13 +166,13 @@ def gone(folders: list[str]) -> bool:
     return True
 
 
-def remove(folders: Iterable[str], patience: float = 5.0) -> list[str]:
-    """End what runs in these groups and the groups below, and remove them; returns those that would not go."""
-    deadline = time.monotonic() + patience
+def remove(folders: Iterable[str], timeout: float = 5.0) -> list[str]:
+    """Kill everything in these groups and their subgroups and remove them; returns those that could not be removed."""
+    deadline = time.monotonic() + timeout
     left = [inner for folder in folders if os.path.isdir(folder) for inner in _below(folder)]
     while left:
         kill(left)
-        left = [folder for folder in left if not gone([folder])]
+        left = [folder for folder in left if not remove_empty([folder])]
         if left and time.monotonic() > deadline:
             return left
         if left:
@@ -177,8 +180,8 @@ def remove(folders: Iterable[str], patience: float = 5.0) -> list[str]:
     return []
 
 
-def named(name: str) -> list[str]:
-    """Groups of that name in any hierarchy, for a keeper that did not come to say where it made them."""
+def find_by_name(name: str) -> list[str]:
+    """Groups of that name in any hierarchy, for a supervisor that died before it reported its folders."""
     mounted = dict.fromkeys(hierarchy.mounted for hierarchy in _hierarchies())
     return [f"{path}/{name}" for root in mounted for path, folders, _ in os.walk(root) if name in folders]
 
@@ -187,8 +190,8 @@ def _below(folder: str) -> list[str]:
     return [path for path, _, _ in os.walk(folder, topdown=False)]
 
 
-def _try(hierarchy: _Hierarchy, parent: str, folder: str, wanted: list[str]) -> list[str] | None:
-    """Make the keeper's folder and see which controllers work there; None if it cannot be made."""
+def _probe(hierarchy: _Hierarchy, parent: str, folder: str, wanted: list[str]) -> list[str] | None:
+    """Create the supervisor's folder and probe which controllers work there; None if it cannot be created."""
     try:
         os.mkdir(folder)
     except OSError:
@@ -213,7 +216,7 @@ def _try(hierarchy: _Hierarchy, parent: str, folder: str, wanted: list[str]) -> 
 
 
 def _enable(parent: str, controller: str) -> None:
-    """Hand a v2 controller down. A group with processes of its own cannot; if they are all ours they move aside."""
+    """Enable a v2 controller for subgroups. A group with processes cannot; if they are all ours, they move aside."""
     with open(f"{parent}/cgroup.subtree_control") as listing:
         if controller in listing.read().split():
             return
@@ -231,7 +234,7 @@ def _enable(parent: str, controller: str) -> None:
 
 
 def _limit(version: int, folder: str, controller: str, value: float) -> bool:
-    """Write a limit and read it back; whether the kernel took it."""
+    """Write a limit and read it back; returns whether the kernel accepted it."""
     if controller == "memory":
         amount = str(int(value) * 1024 * 1024)
         if version == 2:
@@ -239,7 +242,7 @@ def _limit(version: int, folder: str, controller: str, value: float) -> bool:
                 _write(f"{folder}/memory.swap.max", "0")
             return _set(f"{folder}/memory.max", amount)
         taken = _set(f"{folder}/memory.limit_in_bytes", amount)
-        with suppress(OSError):  # only where swap is accounted for
+        with suppress(OSError):  # exists only where swap is accounted
             _write(f"{folder}/memory.memsw.limit_in_bytes", amount)
         return taken
     if controller == "pids":
@@ -295,6 +298,55 @@ def _words(path: str) -> frozenset[str]:
 
 
 def _folder(mounted: str, root: str, path: str) -> str:
-    """A group's folder, where the mount may itself show a part of the hierarchy only."""
+    """A group's folder; the mount may itself show only a part of the hierarchy."""
     inner = path[len(root) :] if root != "/" and path.startswith(root) else path
     return (mounted + "/" + inner.strip("/")).rstrip("/")
+
+
+_WATCH_SECONDS = 0.5
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(slots=True)
+class _Watched:
+    pid: int
+    limit: int
+
+
+class MemoryWatch:
+    def __init__(self) -> None:
+        self._watched: dict[str, _Watched] = {}
+        self._next = 0.0
+
+    def add(self, name: str, pid: int, limit_mb: int) -> None:
+        """Watch a sandbox by its spawner: everything inside is its descendant."""
+        self._watched[name] = _Watched(pid, limit_mb << 20)
+
+    def remove(self, name: str) -> None:
+        self._watched.pop(name, None)
+
+    def next_poll(self) -> float | None:
+        return self._next if self._watched else None
+
+    def over(self, now: float) -> list[str]:
+        """The sandboxes above their limit, if a poll is due."""
+        if not self._watched or now < self._next:
+            return []
+        self._next = time.monotonic() + _WATCH_SECONDS
+        return [name for name, watched in self._watched.items() if _resident(watched.pid) > watched.limit]
+
+
+def _resident(root: int) -> int:
+    """Unshared resident bytes of a process and its descendants."""
+    total, todo = 0, [root]
+    while todo:
+        pid = todo.pop()
+        try:
+            with open(f"/proc/{pid}/statm") as fields:
+                _, resident, shared = fields.read().split()[:3]
+            total += (int(resident) - int(shared)) * _PAGE
+            with open(f"/proc/{pid}/task/{pid}/children") as children:
+                todo += map(int, children.read().split())
+        except (OSError, ValueError):
+            continue
+    return total

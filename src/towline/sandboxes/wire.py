@@ -1,7 +1,7 @@
-"""Messages between the node, the keeper and the spawners: one JSON object a packet, with file descriptors.
+"""Messages between the node, supervisors and spawners: one JSON object per packet, with file descriptors.
 
-The sockets keep packets whole (`SOCK_SEQPACKET`), so that descriptors arrive with the message they belong to. A message
-too long for a packet travels in a sealed-size memory file whose descriptor goes first.
+The sockets preserve packet boundaries (`SOCK_SEQPACKET`), so descriptors arrive with the message they belong to. A
+message too long for a packet travels in a memory file whose descriptor comes first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-_INLINE = 60_000
-_MOST_DESCRIPTORS = 250
-_MOST_BYTES = 32 * 1024 * 1024
+_MAX_INLINE = 60_000
+_MAX_DESCRIPTORS = 250
+_MAX_BYTES = 32 * 1024 * 1024
 
 Message = dict[str, Any]
 
@@ -24,9 +24,9 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send a message; the descriptors stay open here."""
+    """Send a message; the sender keeps its descriptors."""
     data = json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogateescape")
-    if len(data) <= _INLINE:
+    if len(data) <= _MAX_INLINE:
         socket.send_fds(channel, [b"=" + data], descriptors)
         return
     spill = os.memfd_create("towline-message")
@@ -38,9 +38,9 @@ def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = 
 
 
 def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
-    """The next message and its descriptors; None when the other end is gone."""
+    """The next message and its descriptors; None when the peer is gone."""
     try:
-        data, descriptors, _, _ = socket.recv_fds(channel, _INLINE + 1, _MOST_DESCRIPTORS)
+        data, descriptors, _, _ = socket.recv_fds(channel, _MAX_INLINE + 1, _MAX_DESCRIPTORS)
     except ConnectionError:
         return None
     for descriptor in descriptors:
@@ -49,6 +49,6 @@ def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
         return None
     if data[:1] == b"+":
         spill = descriptors.pop(0)
-        data = b"=" + os.pread(spill, _MOST_BYTES, 0)
+        data = b"=" + os.pread(spill, _MAX_BYTES, 0)
         os.close(spill)
     return json.loads(data[1:].decode("utf-8", "surrogateescape")), descriptors

@@ -1,8 +1,8 @@
 """The contract: what a task, a session, a turn, a trace and a trajectory are, in memory and in files.
 
-Records are pydantic models with numpy arrays inside; outside they are JSON or Arrow. Every record is checked when it is
-built and when it is read, so that whoever holds one need not check it again: a `Trajectory` that exists is one whose
-rows reproduce what its turns saw and sampled, and in which nothing is trained twice.
+Records are pydantic models with numpy arrays inside; outside they are JSON or Arrow. Every record is validated when it is
+built and when it is read, so code that holds one need not check it again: the rows of an existing `Trajectory` reproduce
+what its turns saw and sampled, and nothing in it is trained twice.
 """
 
 from towline.schema.base import (
@@ -14,10 +14,20 @@ from towline.schema.base import (
     SchemaVersionError,
     UInt8Array,
 )
-from towline.schema.entities import Reward, Session, Step, Task, Timeouts, TransitionError
-from towline.schema.environment import Environment, File, Network, Resources, SandboxKind
-from towline.schema.failures import FailureTally
-from towline.schema.sampling import TurnSampling
+from towline.schema.entities import (
+    Environment,
+    File,
+    Network,
+    Resources,
+    Reward,
+    SandboxKind,
+    Session,
+    Step,
+    Task,
+    Timeouts,
+    TransitionError,
+)
+from towline.schema.outcomes import FailureTally, SessionSummary, unusable_reason
 from towline.schema.service import (
     Accepted,
     Ack,
@@ -39,8 +49,9 @@ from towline.schema.service import (
     TaskStatus,
     Unit,
 )
-from towline.schema.tables import traces_from_table, traces_table
-from towline.schema.trajectory import FidelityReport, Image, Trace, Trajectory, Turn
+from towline.schema.trace import Trace, traces_from_table
+from towline.schema.trajectory import FidelityReport, Trajectory, traces_table
+from towline.schema.turn import Image, Turn, TurnSampling
 from towline.schema.vocabulary import (
     POLICY,
     TRAINED_ROLES,
@@ -99,6 +110,7 @@ __all__ = [
     "Session",
     "SessionResult",
     "SessionState",
+    "SessionSummary",
     "Stale",
     "Start",
     "Step",
@@ -117,4 +129,5 @@ __all__ = [
     "Untrained",
     "traces_from_table",
     "traces_table",
+    "unusable_reason",
 ]

@@ -1,7 +1,7 @@
-"""What every record shares: strict fields, equality that understands arrays, and numpy inside with lists outside.
+"""The base of every record: strict fields, equality that understands arrays, numpy inside and lists outside.
 
 Invariant: an array field holds a one-dimensional, contiguous array of exactly its element type. An array that already
-is one is kept as it is, not copied; a value that would change by conversion is refused.
+is one is not copied; a value that conversion would change is rejected.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ SCHEMA_VERSION = 1
 
 
 class SchemaError(TowlineError):
-    """A file or table that is not a record of this contract, with the reason."""
+    """A file or table is not a record of this contract."""
 
 
 class SchemaVersionError(SchemaError):
-    """A record of a contract version that this Towline cannot read."""
+    """A record has a contract version that this Towline cannot read."""
 
     def __init__(self, found: object) -> None:
         super().__init__(
             f"this record has schema version {found}; this Towline reads versions 1 to {SCHEMA_VERSION}. "
-            "Read it with the Towline that wrote it, or a later one."
+            "Read it with the Towline version that wrote it, or a later one."
         )
         self.found = found
 
 
 def check_version(found: object) -> None:
-    """Raise unless `found` is a version that this code reads."""
+    """Raise `SchemaVersionError` unless this code can read version `found`."""
     if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= SCHEMA_VERSION:
         raise SchemaVersionError(found)
 
@@ -49,7 +49,7 @@ class ArrayOf:
         self.arrow = pa.from_numpy_dtype(self.dtype)
 
     def validate(self, value: Any) -> npt.NDArray[Any]:
-        """The array itself if it fits, else an exact conversion of a sequence or of another array."""
+        """The array itself if it has the right type, else an exact conversion of a sequence or another array."""
         if isinstance(value, np.ndarray) and value.dtype == self.dtype and value.ndim == 1:
             return np.ascontiguousarray(value)
         if not isinstance(value, np.ndarray | list | tuple):
@@ -96,12 +96,12 @@ Id = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x
 """A name: not empty, no control characters."""
 Count = Annotated[int, Field(ge=0)]
 Json = dict[str, Any]
-"""A free object of JSON values. It is kept as given; NaN and infinities in it are written as null."""
+"""Any JSON object, kept as given; NaN and infinities are written as null."""
 Scores = dict[str, FiniteFloat]
 
 
 class Model(BaseModel):
-    """Base of every record. Unknown fields are refused; two records are equal if their fields are, arrays included."""
+    """Base of every record. Rejects unknown fields; two records are equal if their fields are, arrays included."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 

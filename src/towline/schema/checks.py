@@ -11,25 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from towline.arrays import LOGPROB_SLACK
+from towline.schema import turn as turn_module
+from towline.schema.trace import Trace
+from towline.schema.turn import Turn, TurnSampling
 from towline.schema.vocabulary import BuilderName, TurnRole
-
-if TYPE_CHECKING:
-    from towline.schema.trajectory import Trace, Turn
-
-
-def check_logprobs(logprobs: npt.NDArray[np.float32]) -> None:
-    if not logprobs.size:
-        return
-    if not np.isfinite(logprobs).all():
-        raise ValueError("logprobs must be finite")
-    if float(logprobs.max()) > LOGPROB_SLACK:
-        raise ValueError(f"logprobs must not exceed 0, found {float(logprobs.max()):g}")
 
 
 def check_graph(turns: Sequence[Turn]) -> None:
@@ -58,7 +47,7 @@ def check_graph(turns: Sequence[Turn]) -> None:
 
 
 def runs(turn_ids: npt.NDArray[np.int32]) -> Iterator[tuple[int, int, int]]:
-    """Stretches of equal turn id: `(turn index, start, end)`, -1 for context."""
+    """Runs of equal turn ids: `(turn index, start, end)`, -1 for context."""
     edges = np.flatnonzero(np.diff(turn_ids)) + 1
     bounds = [0, *edges.tolist(), len(turn_ids)]
     for start, end in pairwise(bounds):
@@ -68,7 +57,7 @@ def runs(turn_ids: npt.NDArray[np.int32]) -> Iterator[tuple[int, int, int]]:
 def check_ownership(
     turns: Sequence[Turn], traces: Sequence[Trace], trained_roles: Collection[TurnRole], *, complete: bool
 ) -> int:
-    """Check who trains what and return the number of trained tokens. `complete`: no turn may be left out."""
+    """Check that no turn is trained twice; returns the number of trained tokens. `complete`: no turn may be missing."""
     by_index = {turn.index: turn for turn in turns}
     owner: dict[int, str] = {}
     trained = 0
@@ -104,13 +93,13 @@ def check_ownership(
 
 
 def check_exact(trace: Trace, by_id: Mapping[str, Turn], by_index: Mapping[int, Turn]) -> None:
-    """The row is the path that ends in its last turn. Every turn id `check_ownership` has found to exist."""
+    """Check that the row is the path to its last turn. `check_ownership` has checked that all turn ids exist."""
     if trace.turn_ids[-1] < 0:
         raise ValueError(f"trace {trace.trace_id} ends with context, not with a sampled token")
     path = path_to(by_index[int(trace.turn_ids[-1])], by_id)
     leaf = path[-1]
     if len(trace.token_ids) != leaf.prompt_length + len(leaf.sampled):
-        raise ValueError(f"trace {trace.trace_id} has not the length of the path to turn {leaf.id}")
+        raise ValueError(f"trace {trace.trace_id} does not have the length of the path to turn {leaf.id}")
     for turn in path:
         start, end = turn.prompt_length, turn.prompt_length + len(turn.sampled)
         if not np.array_equal(trace.token_ids[start - len(turn.suffix) : start], turn.suffix):
@@ -163,10 +152,23 @@ def _is_prompted(trace: Trace, start: int, turn: Turn, by_id: Mapping[str, Turn]
 
 
 def _is_sampled(trace: Trace, start: int, end: int, turn: Turn) -> bool:
-    """Whether the stretch holds the turn's ids, logprobs and versions, from the first on."""
+    """Whether the run has the turn's first ids, logprobs and versions."""
     size = end - start
     return (
         np.array_equal(trace.token_ids[start:end], turn.sampled[:size])
         and np.array_equal(trace.logprobs[start:end], turn.logprobs[:size])
         and np.array_equal(trace.policy_versions[start:end], turn.versions[:size])
     )
+
+
+def check_sampling(trace: Trace, by_index: Mapping[int, TurnSampling]) -> None:
+    """Raise `ValueError` unless the row's settings are those of its turns, all of which exist."""
+    temperatures, own = turn_module.of_turns(trace.turn_ids, by_index)
+    if not np.array_equal(trace.temperatures, temperatures):
+        place = int(np.flatnonzero(trace.temperatures != temperatures)[0])
+        raise ValueError(
+            f"trace {trace.trace_id}: token {place} has temperature {trace.temperatures[place]:g}, and its turn was "
+            f"sampled at {temperatures[place]:g}"
+        )
+    if trace.sampling != own:
+        raise ValueError(f"trace {trace.trace_id}: its sampling settings are not those of its turns")

@@ -1,33 +1,139 @@
-"""What is asked for and what it earned: `Task`, `Session`, `Reward`.
+"""`Task` with its `Environment`, `Session`, and `Reward`.
 
-A task is submitted once and makes a group of sessions; a session moves only along `VALID_TRANSITIONS`.
+A task is submitted once and creates a group of sessions; a session moves only along `VALID_TRANSITIONS`.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from towline.errors import TowlineError
 from towline.schema.base import Count, Id, Json, Model, Scores
-from towline.schema.environment import Environment, File
 from towline.schema.vocabulary import EndReason, FailureReason, RewardStatus, SessionState
+
+
+class Network(StrEnum):
+    """What can be reached from inside a sandbox."""
+
+    NONE = "none"
+    """Nothing."""
+    GATEWAY = "gateway"
+    """Only the model endpoint of this session."""
+    OPEN = "open"
+    """Everything that the host can reach; never the default."""
+
+
+class SandboxKind(StrEnum):
+    """The sandbox runtimes; an environment that sets none uses the node's default."""
+
+    BUBBLEWRAP = "bubblewrap"
+    """User namespaces, without a daemon or root."""
+    DOCKER = "docker"
+    """Containers of a Docker daemon."""
+    APPTAINER = "apptainer"
+    """Apptainer instances, for HPC clusters."""
+    PROCESS = "process"
+    """Plain processes without isolation."""
+
+
+class Resources(Model):
+    """Limits of one sandbox; `None`: the node's default."""
+
+    memory_mb: int | None = Field(default=None, ge=16)
+    pids: int | None = Field(default=None, ge=8)
+    cpus: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    disk_mb: int | None = Field(default=None, ge=1)
+    """Total size of written files."""
+
+    def over(self, defaults: Resources) -> Resources:
+        """These limits, with `defaults` where they are not set."""
+        given = {name: value for name, value in self.__dict__.items() if value is not None}
+        return Resources.model_validate(defaults.__dict__ | given)
+
+
+InsidePath = Annotated[str, Field(pattern=r"^/[^\x00]*$")]
+"""An absolute path inside the sandbox."""
+
+
+class File(Model):
+    """A file or folder that is copied into the sandbox before the harness starts."""
+
+    target: InsidePath
+    text: str | None = None
+    base64: str | None = None
+    source: str | None = None
+    """A file or folder on the node's machine."""
+    mode: int = Field(default=0o644, ge=0, le=0o777)
+    """Mode of an inline file; those of a source are kept."""
+
+    @property
+    def data(self) -> bytes | None:
+        """The content, unless it is in `source`."""
+        if self.text is not None:
+            return self.text.encode("utf-8", "surrogateescape")
+        return base64.b64decode(self.base64) if self.base64 is not None else None
+
+    @model_validator(mode="after")
+    def _one_content(self) -> Self:
+        if sum(value is not None for value in (self.text, self.base64, self.source)) != 1:
+            raise ValueError("set exactly one of text, base64 and source")
+        if self.base64 is not None:
+            try:
+                base64.b64decode(self.base64, validate=True)
+            except binascii.Error as error:
+                raise ValueError(f"base64 is not valid: {error}") from error
+        return self
+
+
+class Environment(Model):
+    """The environment of a session; its evaluation runs in a fresh one."""
+
+    sandbox: SandboxKind | None = None
+    root: str = ""
+    """The root file system. Empty: an allow-list of the host's own; else a folder, a tar file, or, for docker and apptainer,
+    the name of an image."""
+    build: str = ""
+    """A folder with a Dockerfile that is built on `root` before the sessions."""
+    files: list[File] = Field(default_factory=list)
+    setup: list[str] = Field(default_factory=list)
+    """Shell commands run in the working folder after the files are copied; if one fails, the session fails."""
+    workdir: InsidePath = "/work"
+    env: dict[str, str] = Field(default_factory=dict)
+    user: str = ""
+    """User of the harness. Empty: root, without privileges outside; else a name or number known in the root file system."""
+    network: Network = Network.GATEWAY
+    resources: Resources = Field(default_factory=Resources)
+    artifacts: list[InsidePath] = Field(default_factory=list)
+    """Files and folders that are saved with the session's logs after the harness ended."""
+
+    @field_validator("env")
+    @classmethod
+    def _names_are_variables(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not name or "=" in name or "\x00" in name + value:
+                raise ValueError(f"{name!r} cannot be an environment variable")
+        return env
+
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class TransitionError(TowlineError):
-    """A step that the life of a session does not have."""
+    """A transition that `VALID_TRANSITIONS` does not have."""
 
 
 class Reward(Model):
-    """What an evaluator says of a session. Only a `scored` reward may reach a trainer; read it through `score`."""
+    """The result of an evaluator. Only a `scored` reward may reach a trainer; read it through `score`."""
 
     value: FiniteFloat
-    """The outcome. Without meaning unless the status is `scored`."""
+    """The outcome. Meaningless unless the status is `scored`."""
     components: Scores = Field(default_factory=dict)
-    """The parts that the value was made from, by name."""
+    """The components of the value by name."""
     per_turn: Scores = Field(default_factory=dict)
     """Rewards of single turns, by turn id."""
     evaluator: str = ""
@@ -35,7 +141,7 @@ class Reward(Model):
     error: str | None = None
     """Why there is no score."""
     cause: str | None = None
-    """Set when the agent made its own evaluation fail: what failed. The value is then the evaluator's lowest score."""
+    """What failed, if the agent itself made its evaluation fail. The value is then the evaluator's lowest score."""
 
     @property
     def score(self) -> float | None:
@@ -54,57 +160,56 @@ class Reward(Model):
 
 
 class Timeouts(Model):
-    """Budgets of the stages of a session in seconds; `None` leaves it to the node."""
+    """Budgets of the stages of a session in seconds; `None`: the node's default."""
 
     init: Seconds | None = None
     run: Seconds | None = None
-    """Starts with the harness, not in the queue."""
+    """Counts from the start of the harness, not from the queue."""
     build: Seconds | None = None
     evaluate: Seconds | None = None
 
 
 class Step(Model):
-    """One of several instructions of a task: given when the harness has ended on the one before, in the same sandbox."""
+    """One of several instructions of a task, given in the same sandbox after the harness ended on the previous one."""
 
     name: Id
     instruction: str = Field(min_length=1)
     files: list[File] = Field(default_factory=list)
-    """What comes with this step, and is not there before."""
+    """Files that are added for this step."""
     setup: list[str] = Field(default_factory=list)
-    """Shell commands that are run before the harness starts on it."""
+    """Shell commands run before the harness starts on it."""
     seconds: Seconds | None = None
-    """Budget of its run; `None` is that of the task."""
+    """Budget of its run; `None`: that of the task."""
 
 
 class Task(Model):
-    """What is to be done, and how often."""
+    """What to do, where, how it is scored, and how many samples to take."""
 
     task_id: Id
     """Also the `group_id` of its sessions."""
     instruction: str = Field(min_length=1)
     steps: list[Step] = Field(default_factory=list)
-    """If there are any, the harness is given their instructions one after the other; `instruction` is all of them as one
-    text, for whoever reads the task."""
+    """If set, the harness gets their instructions one after the other; `instruction` is then all of them as one text."""
     harness: Id
     harness_options: Json = Field(default_factory=dict)
     settings: Json = Field(default_factory=dict)
-    """Of the sessions at the gateway: context policy, builder, sampling, limits."""
+    """Session settings at the gateway: context policy, builder, sampling, limits."""
     environment: Environment = Field(default_factory=Environment)
     evaluator: Json = Field(default_factory=dict)
     """`kind` and that kind's options. Empty: the sessions are not scored."""
     num_samples: int = Field(default=1, ge=1)
-    """How many sessions make the group."""
+    """Sessions per group."""
     min_samples: int = Field(default=0, ge=0)
-    """How many finished sessions make the group good enough; 0 asks for all of them."""
+    """Usable sessions that complete the group; 0: all of them."""
     priority: int = 0
     """Higher runs earlier."""
     max_attempts: int = Field(default=3, ge=1)
-    """How often a session is tried when its infrastructure fails."""
+    """Attempts per sample when the infrastructure fails."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
     max_staleness: Count | None = None
-    """Policy versions that a result may be behind when it is handed out, unless its consumer is stricter."""
+    """Most policy versions that a result may be behind when it is delivered, unless its consumer is stricter."""
     callback: str | None = None
-    """A URL that is told when the group is complete: a hint, never the only delivery."""
+    """A URL that is called when the group is complete: a hint, never the only delivery."""
     metadata: Json = Field(default_factory=dict)
 
     @property
@@ -124,14 +229,14 @@ class Session(Model):
     session_id: Id
     task_id: Id
     sample: Count = 0
-    """Which of the task's samples this is."""
+    """Index of the sample in the group."""
     attempt: int = Field(default=1, ge=1)
     state: SessionState = SessionState.QUEUED
     end_reason: EndReason | None = None
     failure: FailureReason | None = None
     """Why it is FAILED or LOST."""
     stage: SessionState | None = None
-    """The last stage that it reached before it ended, where the service knows it."""
+    """The last stage before it ended, if known."""
     error: str | None = None
     node: str = ""
     created: float = 0.0
@@ -148,7 +253,7 @@ class Session(Model):
         error: str | None = None,
         failure: FailureReason | None = None,
     ) -> Session:
-        """The session after one step; raises `TransitionError` for a step that does not exist."""
+        """The session in its next state; raises `TransitionError` for an invalid transition."""
         if not self.state.can_become(state):
             raise TransitionError(f"session {self.session_id} cannot go from {self.state} to {state}")
         changes = {"state": state, "updated": at}
@@ -163,7 +268,7 @@ class Session(Model):
 
 
 def check_end(state: SessionState, end_reason: EndReason | None, error: str | None) -> None:
-    """DONE says why the harness ended; FAILED says what broke."""
+    """Raise unless DONE has an `end_reason` and FAILED has an error."""
     if state is SessionState.DONE and end_reason is None:
         raise ValueError("a session that is done needs an end_reason")
     if state is SessionState.FAILED and not error:

@@ -1,197 +1,224 @@
-"""What the rollout service and its clients say to each other, besides tasks, sessions and trajectories.
+"""The messages between the rollout service and its clients, besides tasks, sessions and trajectories.
 
 A result is one session, or one whole group, that has ended. A consumer leases results, uses them, and acknowledges them
-by id; what is not acknowledged before its lease runs out is handed out again, and what is acknowledged never is.
+by id. A result that is not acknowledged before its lease expires is delivered again; an acknowledged one never is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from pydantic import Field
 
 from towline.schema.base import Count, Id, Json, Model
 from towline.schema.entities import Session
-from towline.schema.vocabulary import EndReason, FailureReason, RewardStatus, SessionState
+from towline.schema.outcomes import SessionSummary
+from towline.schema.vocabulary import FailureReason
 
 
 class Unit(StrEnum):
-    """What one result is."""
+    """What one result contains."""
 
     SESSION = "session"
+    """One ended session."""
     GROUP = "group"
-    """All sessions of a task that count, together, once the group is complete."""
+    """The usable sessions of a task together, once the group is complete."""
 
 
 class Start(StrEnum):
-    """Where a consumer that was never seen before begins."""
+    """Where a new consumer starts."""
 
     BEGINNING = "beginning"
+    """With the oldest stored result."""
     NOW = "now"
+    """With results published from now on."""
 
 
 class Stale(StrEnum):
-    """What becomes of results that are older than a consumer wants; they are counted either way."""
+    """What to do with results older than `max_staleness`; they are counted either way."""
 
     DROP = "drop"
+    """Skip them for good."""
     FLAG = "flag"
+    """Deliver them with `stale` set."""
 
 
 class Role(StrEnum):
-    """What a key may do."""
+    """What an API key may do."""
 
     SUBMIT = "submit"
+    """Submit and cancel tasks."""
     CONSUME = "consume"
+    """Lease and acknowledge results, read trajectories and logs."""
     ADMIN = "admin"
     """Everything."""
 
 
 class TaskState(StrEnum):
+    """The state of a task."""
+
     QUEUED = "queued"
+    """None of its sessions has started."""
     RUNNING = "running"
+    """Some session has started."""
     DONE = "done"
-    """Every session that counts has ended."""
+    """The result of its group is published."""
     CANCELLED = "cancelled"
+    """Cancelled before its group was complete."""
 
 
 class Accepted(Model):
-    """The answer to one submitted task. Submitting the same task again is the same task; another under its id is refused."""
+    """The answer to one submitted task. Submitting is idempotent; a different task under the same id is rejected."""
 
     task_id: Id
     created: bool
-    """False if it was there already."""
+    """False if the task already existed."""
     sessions: Count
 
 
 class TaskStatus(Model):
+    """A task and its progress."""
+
     task_id: Id
     state: TaskState
     num_samples: Count
     finished: Count
-    """Sessions that came to their end, attempts that were tried again not counted."""
+    """Samples that have ended; retried attempts do not count."""
     usable: Count
-    """Those that a trainer can learn from."""
+    """Those of them that a trainer can learn from."""
     created: float
     updated: float
     sessions: list[Session] = Field(default_factory=list)
-    """The latest attempt of every sample; empty in lists of tasks."""
+    """The latest attempt at every sample; empty in lists of tasks."""
     attempts: list[Session] = Field(default_factory=list)
-    """Every attempt at every sample, in order, the latest included; empty in lists of tasks."""
+    """Every attempt at every sample, in order; empty in lists of tasks."""
 
 
-class SessionResult(Model):
-    """A session that has ended, without its tokens: those come by `session_id`."""
+class SessionResult(SessionSummary):
+    """A session that has ended, as a result: its tokens are fetched by `session_id`."""
 
-    session_id: Id
-    task_id: Id
-    sample: Count
-    attempt: int
-    state: SessionState
-    end_reason: EndReason | None = None
-    failure: FailureReason | None = None
-    """Why it is FAILED or LOST."""
-    error: str | None = None
-    reward: float | None = None
-    """`None` while there is no score: never to be read as 0."""
-    reward_status: RewardStatus | None = None
-    usable: bool
-    turns: Count
-    trained_tokens: Count
     lowest_version: int | None = None
     """Oldest policy version among its trained tokens."""
     stale: bool = False
-    """Older than the consumer or the task wants."""
+    """Whether it exceeds the staleness limit of the consumer or the task."""
     damaged: str | None = None
-    """Why its trajectory cannot be read from the store, if it cannot. The result is acknowledged as any other."""
+    """Why its trajectory cannot be read from the store, if so. The result is acknowledged like any other."""
     finished: float
+    """Unix time."""
     notes: list[str] = Field(default_factory=list)
-    """What the node noted about the session, such as what the engine answered when it failed."""
+    """Notes of the node, such as the response of an engine that failed."""
     metadata: Json = Field(default_factory=dict)
-    """The task's own."""
+    """The metadata of the task."""
 
 
 class Result(Model):
     """One leased result."""
 
     result_id: Id
-    """What is acknowledged."""
+    """The id to acknowledge."""
     unit: Unit
     task_id: Id
     sessions: list[SessionResult]
-    """One, or the usable ones of a complete group; none of a group that cannot be complete and is dropped whole."""
+    """One session, the usable ones of a complete group, or none for a group that was dropped."""
     reasons: dict[str, Count] = Field(default_factory=dict)
-    """Of a group without sessions: why its samples are not usable, counted. A `FailureReason`, `cancelled`, `unscored` (no
-    reward) or `untrained` (no trained tokens)."""
+    """For a dropped group: why its samples are not usable, counted by `unusable_reason`."""
     delivery: int = Field(ge=1)
-    """How often this consumer was handed it."""
+    """How often it was delivered to this consumer."""
     lease_until: float
-    """Unix time."""
+    """When the lease expires, in Unix time."""
+
+    def with_damaged(self, reasons: Mapping[str, str]) -> Result:
+        """The result with sessions flagged whose trajectories cannot be read, by session id."""
+        sessions = [
+            one.model_copy(
+                update={
+                    "damaged": reasons[one.session_id],
+                    "usable": False,
+                    "failure": one.failure or FailureReason.STORAGE,
+                }
+            )
+            if one.session_id in reasons
+            else one
+            for one in self.sessions
+        ]
+        return self.model_copy(update={"sessions": sessions})
 
 
 class Results(Model):
+    """The answer to a call for results."""
+
     results: list[Result]
     dropped: Count = 0
-    """Stale results that were passed over in this call, for good."""
+    """Stale results that this call dropped."""
     version: int
-    """The policy version now."""
+    """The current policy version."""
 
 
 class Ack(Model):
+    """An acknowledgement of results."""
+
     consumer: Id
     result_ids: list[Id]
     unusable: list[Id] = Field(default_factory=list)
-    """Those of `result_ids` that no update learned from: they do not count towards `groups_per_update`."""
+    """Those of `result_ids` that no update used: they do not count towards `groups_per_update`."""
 
 
 class Acked(Model):
+    """The answer to an acknowledgement."""
+
     acked: list[Id]
     unknown: list[Id] = Field(default_factory=list)
     """Never leased to this consumer."""
 
 
 class DurationQuartile(Model):
-    """A quarter of the groups that a consumer was done with lately, by how long they took."""
+    """A quarter of the groups that a consumer finished recently, by duration."""
 
     longest_seconds: float
-    """From the start of a group's first session to the group's end."""
+    """Longest duration, from the start of a group's first session to the end of the group."""
     groups: Count
     trained: Count
-    """Those of them that the consumer used; the others were dropped as stale or acknowledged as unusable."""
+    """Those that the consumer used; the others were dropped as stale or acknowledged as unusable."""
     share: float
-    """Of all groups."""
+    """Share of all groups."""
     trained_share: float
-    """Of all trained groups: less than `share` where slow tasks are trained on less than they were submitted."""
+    """Share of all trained groups: less than `share` for slow tasks that are trained on too rarely."""
 
 
 class ConsumerPace(Model):
-    """A consumer that declared `groups_per_update`, or has used or dropped groups since the server's start."""
+    """A consumer that declared `groups_per_update`, or used or dropped groups since the server started."""
 
     consumer: Id
     groups_per_update: int | None = None
-    """`None` for one that declared no pace: only its quartiles are told."""
+    """`None` for a consumer without a pace, which only has quartiles."""
     max_staleness: int | None = None
     used: Count = 0
-    """Groups that it used under the policy version now."""
+    """Groups used under the current policy version."""
     in_hand: Count = 0
-    """Groups that it has leased and not acknowledged."""
+    """Groups that are leased and not acknowledged."""
     running: Count = 0
     finished: Count = 0
-    """Groups that wait to be handed out."""
+    """Groups that wait to be delivered."""
     admissible: int | None = None
-    """How many more groups may start; `None` without a bound."""
+    """How many more groups may start; `None`: no limit."""
     withheld_seconds: float = 0.0
-    """How long it waited while finished groups were withheld for older ones, since the server's start."""
+    """How long it waited while finished groups were withheld for older ones, since the server started."""
     quartiles: list[DurationQuartile] = Field(default_factory=list)
-    """From the fastest to the slowest, since the server's start."""
+    """From the fastest to the slowest, since the server started."""
 
 
 class Pacing(Model):
+    """What pacing does and costs."""
+
     idle_slot_seconds: float
-    """Session slots that were empty while sessions waited for their pace, times seconds, since the server's start."""
+    """Slot seconds left empty by pacing while sessions waited, since the server started."""
     consumers: list[ConsumerPace]
 
 
 class Policy(Model):
+    """The policy that samples."""
+
     version: Count
     paused: bool
 
@@ -203,7 +230,7 @@ class BreakerStatus(Model):
     """`engine:NAME` or `sandbox:KIND`."""
     open: bool
     reason: str = ""
-    """What the component last answered; kept after the breaker has closed."""
+    """Why it opened last; kept after the breaker has closed."""
     since: float = 0.0
     """Unix time of the last opening or closing."""
     opened: Count = 0
@@ -211,7 +238,7 @@ class BreakerStatus(Model):
 
 
 class Event(Model):
-    """One line of `GET /v1/events`."""
+    """One event of `GET /v1/events`."""
 
     seq: Count
     at: float
@@ -221,8 +248,8 @@ class Event(Model):
 
 
 class Problem(Model):
-    """Every error's body."""
+    """The body of every error response."""
 
     error: str
     field: str | None = None
-    """Path of the field at fault, if one is."""
+    """Path of the field at fault, if there is one."""

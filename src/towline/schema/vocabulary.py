@@ -1,6 +1,6 @@
-"""The closed vocabularies of the contract: every reason, role and state that a record may name.
+"""The enums of the contract: every reason, role and state of a record.
 
-The life of a session is a table, `VALID_TRANSITIONS`: what is not in it cannot happen.
+The life of a session is a table, `VALID_TRANSITIONS`: no other transition can happen.
 """
 
 from __future__ import annotations
@@ -14,96 +14,120 @@ POLICY = "policy"
 
 
 class ContextPolicy(StrEnum):
-    """What a conversation keeps of replies that the harness or the template would change."""
+    """What the model sees of earlier replies that the harness or the template would change."""
 
     RETAIN = "retain"
-    """The token buffer stays as it was sampled."""
+    """The token buffer as it was sampled."""
     AS_SENT = "as_sent"
-    """The model sees what the harness sends; dropped reasoning forks."""
+    """What the harness sends; dropped reasoning forks the conversation."""
     TEMPLATE = "template"
-    """Forks only where the chat template itself rewrites history."""
+    """The token buffer, with forks only where the chat template itself rewrites history."""
 
 
 class BuilderName(StrEnum):
     """How a graph becomes traces."""
 
     EXACT = "exact"
+    """One row per root-to-leaf path, token for token what the model saw and sampled."""
     MERGED = "merged"
+    """Turns stitched together afterwards, for engines that only speak chat."""
     PER_TURN = "per_turn"
+    """One row per turn: the naive baseline."""
 
 
 class ForkReason(StrEnum):
-    """Why a turn does not simply continue the conversation before it."""
+    """Why a turn does not simply continue an earlier conversation."""
 
     REASONING_DROPPED = "reasoning_dropped"
+    """The harness sent a reply back without its reasoning."""
     TEMPLATE_REWRITE = "template_rewrite"
+    """The chat template renders earlier messages differently than before."""
     HISTORY_EDITED = "history_edited"
+    """The harness changed an earlier message."""
     COMPACTION = "compaction"
+    """The harness replaced the history by a summary."""
     TOOLS_CHANGED = "tools_changed"
+    """The declared tools differ."""
     SYSTEM_CHANGED = "system_changed"
+    """The system prompt differs."""
     SUBAGENT = "subagent"
-    """A sub-agent under the tools and the system prompt of the turn that called it."""
+    """A sub-agent with the tools and the system prompt of the turn that called it."""
     SIDE = "side"
+    """A side call, such as one for a title."""
     SIBLING = "sibling"
+    """Another reply to the same prompt."""
     VANISHED_MESSAGE = "vanished_message"
+    """A message of the history is missing in the request."""
     STOP_MISMATCH = "stop_mismatch"
+    """The reply ended in a way that the template does not continue."""
     PREFILL = "prefill"
+    """The request ends with the beginning of the reply."""
     MODEL_CHANGED = "model_changed"
-    """The harness went on with a model that another engine answers to."""
+    """The harness continued with a model name that another engine serves."""
     IMAGE_UNREPORTED = "image_unreported"
-    """The engine shows an image and does not say what stands for it in the prompt: nothing can be continued in place."""
+    """The engine does not report which tokens stand for an image: the prompt cannot be continued in place."""
     UNMATCHED = "unmatched"
-    """A further root whose reason is none of the others."""
+    """Another root, for none of the other reasons."""
 
 
 class TurnRole(StrEnum):
-    """What a turn is to its session."""
+    """The role of a turn in its session."""
 
     MAIN = "main"
+    """The main conversation."""
     SUBAGENT = "subagent"
+    """A conversation that a turn started as a sub-agent."""
     COMPACTION = "compaction"
+    """Summarizes a conversation that then continues from the summary."""
     SIDE = "side"
+    """A helper call beside the conversation, such as one for a title."""
     DISCARDED = "discarded"
-    """Sampled and never delivered."""
+    """Sampled and never delivered to the harness."""
 
 
 class Untrained(StrEnum):
     """Why a turn is not trained, whatever its role."""
 
     FROZEN = "frozen"
-    """Another engine than the policy sampled it."""
+    """An engine other than the policy sampled it."""
     PROMPT_UNKNOWN = "prompt_unknown"
-    """The engine did not say what the model saw in place of an image."""
+    """The engine did not report what the model saw in place of an image."""
 
 
 TRAINED_ROLES: tuple[TurnRole, ...] = (TurnRole.MAIN, TurnRole.SUBAGENT, TurnRole.COMPACTION)
-"""The roles that are trained unless a run says otherwise."""
+"""The roles that are trained by default."""
 
 
 class EndReason(StrEnum):
     """Why the harness stopped running."""
 
     EXITED = "exited"
+    """It ended by itself."""
     TIMEOUT = "timeout"
+    """Its time budget was used up."""
     LOOPING = "looping"
+    """It repeated the same call with the same result."""
     LIMIT = "limit"
+    """A limit on turns or tokens was reached."""
     CANCELLED = "cancelled"
+    """The session was cancelled."""
     ERROR = "error"
+    """The infrastructure failed."""
     MEMORY = "memory"
-    """The sandbox's own memory limit killed it: the agent's doing, scored."""
+    """It exceeded the memory limit of its sandbox: caused by the agent, and scored."""
 
 
 class FailureReason(StrEnum):
     """Which part of the infrastructure made a session FAILED or LOST. Such a session is never scored."""
 
     ENGINE = "engine"
-    """The engine failed a turn, or its answer broke the contract."""
+    """The engine failed a turn, or its response violated the contract."""
     STALL = "stall"
     """The engine produced no token for `engine.stall_seconds`."""
     SANDBOX = "sandbox"
-    """The sandbox could not be made, or was killed from outside."""
+    """The sandbox could not be created, or was killed from outside."""
     SETUP = "setup"
-    """A set-up command of the task failed."""
+    """A setup command of the task failed."""
     HARNESS = "harness"
     """The harness could not be started, or made no model call."""
     EVALUATOR = "evaluator"
@@ -115,9 +139,9 @@ class FailureReason(StrEnum):
     STORAGE = "storage"
     """The journal, the trajectory or its segment could not be written or read."""
     QUARANTINED = "quarantined"
-    """The session was running at three node deaths and is not tried again."""
+    """The session repeatedly killed its node and is not retried."""
     CONFIG = "config"
-    """A setting that the session needs cannot be used."""
+    """A setting of the session is invalid."""
     INTERNAL = "internal"
     """An unexpected error in Towline."""
 
@@ -126,48 +150,73 @@ class RewardStatus(StrEnum):
     """Whether a reward means anything."""
 
     SCORED = "scored"
+    """The value is a score."""
     FAILED = "failed"
-    """The evaluator ran and broke: an infrastructure failure, never reward 0."""
+    """The evaluator failed: an infrastructure failure, never reward 0."""
     MISSING = "missing"
     """No evaluator ran, or it gave no score."""
 
 
 class LogFormat(StrEnum):
-    """The program that prints the results of single tests."""
+    """The test runner whose log lists the results of single tests."""
 
     PYTEST = "pytest"
+    """pytest."""
     UNITTEST = "unittest"
+    """Python's unittest."""
     SYMPY = "sympy"
+    """SymPy's own runner."""
     GO = "go"
+    """go test."""
     JEST = "jest"
+    """Jest."""
     MOCHA = "mocha"
+    """Mocha."""
     VITEST = "vitest"
+    """Vitest."""
     NODE = "node"
+    """Node's test runner."""
     CARGO = "cargo"
+    """cargo test."""
     TAP = "tap"
+    """The Test Anything Protocol."""
     CTEST = "ctest"
+    """CTest."""
     GTEST = "gtest"
+    """GoogleTest."""
     MAVEN = "maven"
+    """Maven Surefire."""
     GRADLE = "gradle"
+    """Gradle."""
 
 
 class SessionState(StrEnum):
-    """Where a session is in its life."""
+    """The state of a session."""
 
     QUEUED = "queued"
+    """Waits for a node."""
     INIT = "init"
+    """Its sandbox is being prepared."""
     READY = "ready"
+    """Prepared; waits for a run slot."""
     RUNNING = "running"
+    """The harness runs."""
     BUILDING = "building"
+    """Its traces are being built."""
     EVALUATING = "evaluating"
+    """It is being scored."""
     DONE = "done"
+    """Ended with a trajectory; `end_reason` says how."""
     FAILED = "failed"
+    """The infrastructure failed; `failure` says which part."""
     CANCELLED = "cancelled"
+    """Cancelled before it ended."""
     LOST = "lost"
+    """Its node or server died."""
 
     @property
     def terminal(self) -> bool:
-        """Nothing happens to the session any more."""
+        """Whether this is a final state."""
         return not VALID_TRANSITIONS[self]
 
     def can_become(self, state: SessionState) -> bool:
@@ -190,4 +239,4 @@ VALID_TRANSITIONS: Mapping[SessionState, frozenset[SessionState]] = MappingProxy
         SessionState.LOST: frozenset(),
     }
 )
-"""A session without an evaluator goes from BUILDING to DONE. Trying a lost session again is a new attempt."""
+"""A session without an evaluator goes from BUILDING to DONE. A retry is a new session, another attempt at the sample."""

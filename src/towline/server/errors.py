@@ -1,60 +1,68 @@
-"""What a client of the service is told: a status, the reason, and the field at fault."""
+"""Errors of the server: a `RequestError` goes to the caller with status and field, a `StoreError` to the operator."""
 
 from __future__ import annotations
 
 from towline.errors import TowlineError
 
 
-class ServiceError(TowlineError):
-    """A call that is refused. Its text is for the caller."""
+class RequestError(TowlineError):
+    """A rejected request. Its text is for the caller."""
 
     status = 400
 
     def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = None):
         super().__init__(message)
         self.field = field
+        """Path of the field at fault, if there is one."""
         self.retry_after = retry_after
+        """Seconds after which a retry can help."""
 
 
-class Invalid(ServiceError):
+class InvalidInput(RequestError):
+    """A value that is not allowed."""
+
     status = 422
 
 
-class Unauthorised(ServiceError):
+class Unauthorized(RequestError):
+    """The API key is missing or unknown."""
+
     status = 401
 
 
-class Forbidden(ServiceError):
+class Forbidden(RequestError):
+    """The role of the key does not cover the request."""
+
     status = 403
 
 
-class NotFound(ServiceError):
+class ResourceNotFound(RequestError):
+    """No such task, session, trajectory, log or key."""
+
     status = 404
 
 
-class Conflict(ServiceError):
+class ResourceConflict(RequestError):
+    """The request contradicts stored state."""
+
     status = 409
 
 
-class TooLarge(ServiceError):
-    status = 413
-
-
-class Full(ServiceError):
-    """The queue has no room; trying again later helps."""
+class QueueFull(RequestError):
+    """The queue has no room; retrying later helps."""
 
     status = 429
 
 
-class Unavailable(ServiceError):
-    """The database or the engine is away; trying again later helps."""
+class Unavailable(RequestError):
+    """The database or the engine is down; retrying later helps."""
 
     status = 503
 
 
 class StoreError(TowlineError):
-    """The store cannot be opened or does not hold what it should; the operator decides."""
+    """The store cannot be opened or is not what it should be; the operator has to act."""
 
 
-class Damaged(StoreError):
-    """A segment that is not what its row says."""
+class DamagedData(StoreError):
+    """A segment is not what its row says."""

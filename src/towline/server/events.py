@@ -1,27 +1,70 @@
-"""What happened, in order and for a while: the feed behind `GET /v1/events`."""
+"""What happened: `Signal` wakes waiting coroutines in this process, `Events` is the stored feed of `GET /v1/events`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Row, delete, func, select
 
+from towline.common.text import one_line
 from towline.schema import Event, SchemaError
 from towline.schema.files import dump_json, load_json
-from towline.server import tables
-from towline.server.signals import Signal
-from towline.server.store import Store
+from towline.server.store import tables
+from towline.server.store.database import Store
 
 log = logging.getLogger("towline.server")
 _PAGE = 500
-_PING = 15.0
-"""Seconds of silence after which a comment is sent, so that nobody in between cuts the connection."""
+"""Events read per query."""
+_PING_SECONDS = 15.0
+"""Silence after which a comment is sent, so that no proxy cuts the connection."""
+
+
+class Signal:
+    """Wakes every coroutine that waits when it is notified; later ones wait for the next notification."""
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] | None = None
+        self.count = 0
+        """Number of notifications so far."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a coroutine waits for the next notification."""
+        return self._future is not None
+
+    def notify(self) -> None:
+        self.count += 1
+        future, self._future = self._future, None
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def wait(self, since: int, seconds: float | None = None) -> None:
+        """Wait for a notification after `count` was `since`, at most `seconds`."""
+        if self.count != since:
+            return
+        if self._future is None:
+            self._future = asyncio.get_running_loop().create_future()
+        await asyncio.wait((self._future,), timeout=seconds)
+
+
+@dataclass(slots=True)
+class Signals:
+    """Wake-up calls between the parts of the server."""
+
+    work: Signal = field(default_factory=Signal)
+    """A session may be ready to start."""
+    results: Signal = field(default_factory=Signal)
+    events: Signal = field(default_factory=Signal)
+    callbacks: Signal = field(default_factory=Signal)
 
 
 class Events:
+    """The stored feed of events; the newest `keep` are kept."""
+
     def __init__(self, store: Store, happened: Signal, stopping: asyncio.Event, *, keep: int):
         self.store = store
         self.happened = happened
@@ -40,15 +83,15 @@ class Events:
             return [_event(row) for row in rows]
 
     async def stream(self, after: int | None, limit: int | None, idle: float | None) -> AsyncIterator[bytes]:
-        """Server-sent events from the one after `after`, or from now; ends after `limit`, or after `idle` seconds."""
+        """Server-sent events from the one after `after`, or from now; ends after `limit` events or `idle` seconds."""
         newest = await asyncio.shield(asyncio.ensure_future(self.newest()))
-        # Whoever has seen more than there is has seen another store.
+        # A client that has seen more events than exist has seen those of another store.
         seq = newest if after is None else min(after, newest)
-        told, quiet = 0, 0.0
+        sent, quiet = 0, 0.0
         yield b": towline events\n\n"
         while not self.stopping.is_set():
             count = self.happened.count
-            # Who leaves takes his stream with him, but not a connection to the database in the middle of its work.
+            # A client that disconnects cancels its stream, but not a database connection in the middle of its work.
             found = await asyncio.shield(asyncio.ensure_future(self.after(seq)))
             if found and after is not None and found[0].seq > seq + 1:
                 missed = {"first": seq + 1, "last": found[0].seq - 1}
@@ -56,23 +99,23 @@ class Events:
             after = seq if after is None else after
             for event in found:
                 yield _wire(event)
-                seq, told, quiet = event.seq, told + 1, 0.0
-                if limit is not None and told >= limit:
+                seq, sent, quiet = event.seq, sent + 1, 0.0
+                if limit is not None and sent >= limit:
                     return
             if found:
                 continue
             if idle is not None and quiet >= idle:
                 return
-            pause = _PING if idle is None else min(_PING, idle - quiet)
+            pause = _PING_SECONDS if idle is None else min(_PING_SECONDS, idle - quiet)
             began = asyncio.get_running_loop().time()
             await self.happened.wait(count, pause)
             waited = asyncio.get_running_loop().time() - began
             quiet += waited
-            if waited >= _PING:
+            if waited >= _PING_SECONDS:
                 yield b": still here\n\n"
 
     async def prune(self) -> None:
-        """Forget the oldest beyond what is kept."""
+        """Remove the oldest events beyond those that are kept."""
         table = tables.events
         async with self.store.write() as tx:
             newest = int(await tx.scalar(select(func.max(table.c.seq))) or 0)
@@ -87,5 +130,5 @@ def _event(row: Row[Any]) -> Event:
     try:
         return Event(seq=row.seq, at=row.at, kind=row.kind, body=load_json(row.body))
     except (SchemaError, TypeError, ValueError) as error:
-        log.error("damaged: the row of event %s: %s", row.seq, " ".join(str(error).split())[:200])
+        log.error("damaged: row of event %s: %s", row.seq, one_line(error))
         return Event(seq=row.seq, at=0.0, kind="damaged", body={})

@@ -1,4 +1,4 @@
-"""Figures for Prometheus, in a registry of the server's own."""
+"""Prometheus metrics of the server, in their own registry."""
 
 from __future__ import annotations
 
@@ -7,85 +7,85 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from towline.schema import POLICY, BreakerStatus, FailureReason, SessionState, Trajectory
-from towline.server.pacer import Pacer
-from towline.server.reading import Standing
-from towline.server.rows import Ending
+from towline.server.pacing.pacer import Pacer
+from towline.server.scheduling.ending import SessionEnd
+from towline.server.store.queries import ConsumerLag
 
 _SECONDS = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
-class Metrics:
+class ServerMetrics:
+    """The metrics of one server."""
+
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.tasks = Counter("towline_tasks_accepted", "Tasks that were new", registry=registry)
+        self.tasks = Counter("towline_tasks_accepted", "Accepted new tasks", registry=registry)
         self.refused = Counter(
-            "towline_submissions_refused", "Submissions that found the queue full", registry=registry
+            "towline_submissions_refused", "Submissions rejected because the queue was full", registry=registry
         )
-        self.sessions = Counter("towline_sessions_ended", "Sessions by end", ["state"], registry=registry)
+        self.sessions = Counter("towline_sessions_ended", "Ended sessions by state", ["state"], registry=registry)
         self.failures = Counter(
             "towline_sessions_failed", "Failed and lost sessions", ["reason", "stage"], registry=registry
         )
-        self.retries = Counter("towline_sessions_retried", "Sessions tried again", ["reason"], registry=registry)
+        self.retries = Counter("towline_sessions_retried", "Retried sessions", ["reason"], registry=registry)
         self.stage_seconds = Histogram(
-            "towline_stage_seconds", "Duration of a session's stages", ["stage"], buckets=_SECONDS, registry=registry
+            "towline_stage_seconds", "Duration of session stages", ["stage"], buckets=_SECONDS, registry=registry
         )
-        self.turns = Counter("towline_turns", "Turns of sessions that ended", registry=registry)
-        self.sampled = Counter("towline_sampled_tokens", "Tokens sampled in those turns", registry=registry)
+        self.turns = Counter("towline_turns", "Turns of ended sessions", registry=registry)
+        self.sampled = Counter("towline_sampled_tokens", "Tokens sampled in turns of ended sessions", registry=registry)
         self.engine_errors = Counter(
-            "towline_engine_errors", "Turns that an engine failed", ["engine", "reason"], registry=registry
+            "towline_engine_errors", "Turns failed by an engine", ["engine", "reason"], registry=registry
         )
         for reason in (FailureReason.ENGINE, FailureReason.STALL):
             self.engine_errors.labels(POLICY, reason.value)
-        self.delivered = Counter("towline_results_delivered", "Results handed out", ["unit"], registry=registry)
-        self.acked = Counter("towline_results_acked", "Results acknowledged", registry=registry)
-        self.dropped = Counter("towline_results_dropped", "Stale results passed over", ["unit"], registry=registry)
-        self.flagged = Counter("towline_results_flagged", "Stale results handed out", ["unit"], registry=registry)
+        self.delivered = Counter("towline_results_delivered", "Delivered results", ["unit"], registry=registry)
+        self.acked = Counter("towline_results_acked", "Acknowledged results", registry=registry)
+        self.dropped = Counter("towline_results_dropped", "Dropped stale results", ["unit"], registry=registry)
+        self.flagged = Counter("towline_results_flagged", "Delivered stale results", ["unit"], registry=registry)
         self.callbacks = Counter("towline_callbacks", "Callbacks by outcome", ["outcome"], registry=registry)
         self.pacing_idle = Gauge(
-            "towline_pacing_idle_slot_seconds", "Slots empty while sessions waited for their pace", registry=registry
+            "towline_pacing_idle_slot_seconds", "Slot seconds left empty by pacing", registry=registry
         )
         self.pacing_withheld = Gauge(
-            "towline_pacing_withheld_seconds", "Waited for older groups", ["consumer"], registry=registry
+            "towline_pacing_withheld_seconds", "Seconds waited for older groups", ["consumer"], registry=registry
         )
         self.trained_share = Gauge(
             "towline_trained_share",
-            "Share of the trained groups by quartile of duration, 1 the fastest",
+            "Share of trained groups by duration quartile, 1 is the fastest",
             ["consumer", "quartile"],
             registry=registry,
         )
-        self.waiting = Gauge("towline_sessions_waiting", "Sessions that wait for a node", registry=registry)
-        self.active = Gauge("towline_sessions_active", "Sessions on a node", registry=registry)
+        self.waiting = Gauge("towline_sessions_waiting", "Sessions in the queue", registry=registry)
+        self.active = Gauge("towline_sessions_active", "Active sessions", registry=registry)
         self.version = Gauge("towline_policy_version", "Policy version", registry=registry)
         self.paused = Gauge("towline_policy_paused", "1 while sampling is paused", registry=registry)
-        self.held = Gauge("towline_queue_held", "1 while no session is started, whatever waits", registry=registry)
-        self.broken = Gauge(
-            "towline_broken", "1 if the scheduler or the journal needs a restart of the server", registry=registry
-        )
-        self.database = Gauge("towline_database_up", "0 while the database is away", registry=registry)
+        self.held = Gauge("towline_queue_held", "1 while no session is started", registry=registry)
+        self.broken = Gauge("towline_broken", "1 if the server needs a restart", registry=registry)
+        self.database = Gauge("towline_database_up", "0 while the database is down", registry=registry)
         self.breaker_open = Gauge(
             "towline_breaker_open", "1 while the circuit breaker is open", ["component"], registry=registry
         )
         self.breaker_opened = Gauge(
-            "towline_breaker_openings", "How often the circuit breaker opened", ["component"], registry=registry
+            "towline_breaker_openings", "Times the circuit breaker has opened", ["component"], registry=registry
         )
         self.lag = Gauge(
             "towline_consumer_lag",
-            "Results that a consumer has not been handed",
+            "Results not yet delivered to a consumer",
             ["consumer", "unit"],
             registry=registry,
         )
-        self.leases = Gauge("towline_leases_open", "Results on lease", ["consumer", "unit"], registry=registry)
-        self.disk_free = Gauge("towline_disk_free_bytes", "Free space of the data folder", registry=registry)
+        self.leases = Gauge("towline_leases_open", "Open leases", ["consumer", "unit"], registry=registry)
+        self.disk_free = Gauge("towline_disk_free_bytes", "Free space in the data folder", registry=registry)
 
     def session(self, trajectory: Trajectory) -> None:
-        """What a session did, however it ended."""
+        """Count the stages, turns and tokens of an ended session."""
         for stage, seconds in trajectory.timings.items():
             self.stage_seconds.labels(stage).observe(seconds)
         self.turns.inc(len(trajectory.turns))
         self.sampled.inc(sum(len(turn.sampled) for turn in trajectory.turns))
 
-    def ended(self, ending: Ending) -> None:
-        """An end that is written."""
+    def ended(self, ending: SessionEnd) -> None:
+        """Count an end that is stored."""
         self.sessions.labels(ending.state.value).inc()
         if ending.state not in (SessionState.FAILED, SessionState.LOST):
             return
@@ -95,7 +95,7 @@ class Metrics:
             self.retries.labels(reason.value).inc()
 
     def engine_failed(self, engine: str, reason: FailureReason) -> None:
-        """An engine failed a turn."""
+        """Count a turn that an engine failed."""
         self.engine_errors.labels(engine, reason.value).inc()
 
     def breakers(self, statuses: Iterable[BreakerStatus]) -> None:
@@ -103,10 +103,10 @@ class Metrics:
             self.breaker_open.labels(one.component).set(one.open)
             self.breaker_opened.labels(one.component).set(one.opened)
 
-    def consumers(self, standings: Iterable[Standing]) -> None:
+    def consumers(self, lags: Iterable[ConsumerLag]) -> None:
         self.lag.clear()
         self.leases.clear()
-        for one in standings:
+        for one in lags:
             self.lag.labels(one.consumer, one.unit).set(one.lag)
             self.leases.labels(one.consumer, one.unit).set(one.leases)
 

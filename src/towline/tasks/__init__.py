@@ -1,1 +1,1 @@
-"""Tasks from files: one loader a format, and the oracle that shows a task can be solved."""
+"""Loads tasks from files: one loader per format, and the oracle, which proves that a task can be solved."""

@@ -1,8 +1,9 @@
 """Runs the tests of a coding row inside the evaluation's sandbox: `run.py TESTS.json SOLUTION.py`.
 
-Prints `{"reward": 1 or 0, "components": {"passed": share}}`. The solution never runs in this process: a test counts as
-passed when its own process came to its end and said the word that only this process and the test know, so that a
-solution which exits early, or prints what looks like a result, passes nothing. Standard library only, Python 3.7 and later.
+Prints `{"reward": 1 or 0, "components": {"passed": share}}`. The solution never runs in this process: a test passes only
+if its own process finished and printed a secret that only this process and the test know, so that a solution which exits
+early, or prints what looks like a result, passes nothing. Uploaded to the sandbox as a file, so it uses only the standard
+library and supports Python 3.7 and later.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def passes_case(solution: str, case: dict[str, Any], seconds: float) -> bool:
 
 
 def run(command: list[str], text: str, seconds: float) -> str | None:
-    """What a command printed if it ended well and in time, else None."""
+    """The output of a command that succeeded within the timeout, else None."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
@@ -64,7 +65,7 @@ def run(command: list[str], text: str, seconds: float) -> str | None:
 
 
 def lines(text: str) -> list[str]:
-    """Lines without what nobody sees at their ends, nor empty ones at the end."""
+    """Lines without trailing whitespace, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

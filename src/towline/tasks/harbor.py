@@ -1,8 +1,8 @@
 """Harbor task folders as tasks: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`, `steps/`.
 
-What a task asks for is done, or the folder is refused with the reason. The network is narrower than in Harbor: without an
-explicit `network_mode = "public"` a task gets the gateway and nothing else, an allow-list of hosts too, since nothing here
-can enforce one.
+A task's requests are honored, or the folder is refused with the reason. The network is narrower than in Harbor: without an
+explicit `network_mode = "public"` a task reaches only the gateway, even if it lists allowed hosts, because an allow-list
+cannot be enforced here.
 """
 
 from __future__ import annotations
@@ -12,34 +12,38 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from towline.schema import Task
-from towline.tasks.errors import Place
-from towline.tasks.harbor_toml import Artifacts, EnvironmentTable, HarborToml, Healthcheck, StepTable
-from towline.tasks.variables import MissingVariable, expand_all
-
-if TYPE_CHECKING:
-    from towline.tasks.rows import Defaults
+from towline.tasks.fields import SourceLocation, TaskDefaults
+from towline.tasks.harbor_toml import (
+    Artifacts,
+    EnvironmentTable,
+    HarborToml,
+    Healthcheck,
+    MissingVariable,
+    StepTable,
+    expand_all,
+)
 
 FILE = "task.toml"
 WORKDIR = "/app"
-"""Where a task works that neither `environment.workdir` nor its Dockerfile's WORKDIR places."""
+"""Default working folder of a task that sets neither `environment.workdir` nor WORKDIR in its Dockerfile."""
 LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 _COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "compose.yaml", "compose.yml")
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
 _MARGIN = 60.0
-"""Seconds that the evaluation has besides those of the tests, to carry and upload."""
+"""Seconds of the evaluation besides those of the tests, for collecting and uploading files."""
 
 
-def load_folder(folder: Path, defaults: Defaults) -> Task:
+def load_folder(folder: Path, defaults: TaskDefaults) -> Task:
     """The task of a Harbor folder."""
     folder = folder.resolve()
-    place = Place(folder / FILE)
-    config = _config(place)
-    _refuse(config, folder, place)
+    location = SourceLocation(folder / FILE)
+    config = _config(location)
+    _refuse(config, folder, location)
     name = config.task.name if config.task else folder.name
     ignored = config.unknown()
     notes = [f"ignored in {FILE}: {', '.join(ignored)}"] if ignored else []
@@ -48,63 +52,57 @@ def load_folder(folder: Path, defaults: Defaults) -> Task:
         values: dict[str, Any] = {
             "task_id": name,
             "instruction": _instruction(folder, config),
-            "steps": _steps(folder, config, place),
+            "steps": _steps(folder, config, location),
             "harness": defaults.harness,
             "harness_options": dict(defaults.harness_options),
             "num_samples": defaults.samples or 1,
-            "environment": _environment(folder, config, place) | {"network": network},
+            "environment": _environment(folder, config, location) | {"network": network},
             "evaluator": _evaluator(folder, config),
             "timeouts": _timeouts(config),
             "metadata": _metadata(folder, config, notes),
         }
     except MissingVariable as error:
-        raise place.error("env", str(error)) from error
+        raise location.error("env", str(error)) from error
     try:
         return Task.model_validate(values)
     except ValidationError as error:
-        raise place.invalid(error) from error
+        raise location.invalid(error) from error
 
 
-def _config(place: Place) -> HarborToml:
+def _config(location: SourceLocation) -> HarborToml:
     try:
-        return HarborToml.model_validate(tomllib.loads(place.path.read_text("utf-8")))
+        return HarborToml.model_validate(tomllib.loads(location.path.read_text("utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise place.error("", str(error)) from error
+        raise location.error("", str(error)) from error
     except ValidationError as error:
-        raise place.invalid(error) from error
+        raise location.invalid(error) from error
 
 
-def _refuse(config: HarborToml, folder: Path, place: Place) -> None:
+def _refuse(config: HarborToml, folder: Path, location: SourceLocation) -> None:
     environment = config.environment
     if environment.gpus or environment.tpu:
-        raise place.error("environment.gpus", "sandboxes have no GPU or TPU; the task must do without")
+        raise location.error("environment.gpus", "sandboxes have no GPU or TPU; remove the requirement")
     for name, verifier in [
         ("verifier", config.verifier),
         *((f"steps.{s.name}.verifier", s.verifier) for s in config.steps),
     ]:
         if verifier.environment is not None:
-            raise place.error(
-                f"{name}.environment", "tests run in the task's own environment; they cannot have another"
-            )
+            raise location.error(f"{name}.environment", "not supported; tests run in the task's own environment")
         if verifier.collect:
-            raise place.error(
-                f"{name}.collect", "commands between agent and tests cannot be run; put them into test.sh"
-            )
+            raise location.error(f"{name}.collect", "not supported; move these commands into test.sh")
     if environment.os != "linux":
-        raise place.error("environment.os", f"sandboxes run Linux, not {environment.os}")
+        raise location.error("environment.os", f"sandboxes run Linux, not {environment.os}")
     if environment.mcp_servers:
-        raise place.error("environment.mcp_servers", "MCP servers beside the sandbox cannot be started; leave them out")
+        raise location.error("environment.mcp_servers", "MCP servers beside the sandbox are not supported; remove them")
     compose = next((name for name in _COMPOSE if (folder / "environment" / name).exists()), None)
     if compose:
-        raise Place(folder / "environment" / compose).error(
-            "", "a task has one sandbox; several services cannot be run"
-        )
+        raise SourceLocation(folder / "environment" / compose).error("", "not supported; a task runs in one sandbox")
     if not environment.docker_image and not (folder / "environment" / "Dockerfile").is_file():
-        raise place.error("environment", "needs environment/Dockerfile or docker_image")
+        raise location.error("environment", "needs environment/Dockerfile or docker_image")
 
 
 def _instruction(folder: Path, config: HarborToml) -> str:
-    """The task's instruction, or those of its steps in order."""
+    """The task's instruction, or the instructions of its steps in order."""
     if not config.steps:
         return _text(folder / "instruction.md")
     parts = []
@@ -114,9 +112,9 @@ def _instruction(folder: Path, config: HarborToml) -> str:
     return "\n".join(parts)
 
 
-def _steps(folder: Path, config: HarborToml, place: Place) -> list[dict[str, Any]]:
-    """Each step with the files that come with it, what is run before it, and its budget."""
-    workdir = _workdir(config.environment, folder / "environment" / "Dockerfile", place)
+def _steps(folder: Path, config: HarborToml, location: SourceLocation) -> list[dict[str, Any]]:
+    """Each step with its files, its set-up and its time limit."""
+    workdir = _workdir(config.environment, folder / "environment" / "Dockerfile", location)
     made = []
     for step in config.steps:
         brought = folder / "steps" / step.name / "workdir"
@@ -138,18 +136,18 @@ def _steps(folder: Path, config: HarborToml, place: Place) -> list[dict[str, Any
 
 
 def shell_of(script: Path) -> str:
-    """The shell that a script asks for. It is named since a file's right to be run is easily lost on its way."""
+    """The shell in a script's shebang. Scripts are run by name of their shell because the executable bit is easily lost."""
     with open(script, "rb") as file:
         first = file.readline(200)
     return "bash" if first.startswith(b"#!") and b"bash" in first else "sh"
 
 
-def _environment(folder: Path, config: HarborToml, place: Place) -> dict[str, Any]:
+def _environment(folder: Path, config: HarborToml, location: SourceLocation) -> dict[str, Any]:
     table = config.environment
     dockerfile = folder / "environment" / "Dockerfile"
     made: dict[str, Any] = {
         "env": expand_all(table.env, os.environ),
-        "workdir": _workdir(table, dockerfile, place),
+        "workdir": _workdir(table, dockerfile, location),
         "setup": [f"mkdir -p {' '.join(LOGS)}"],
         "user": config.agent.user or "",
         "resources": {"cpus": table.cpus, "memory_mb": table.memory_mb, "disk_mb": table.storage_mb},
@@ -164,13 +162,13 @@ def _environment(folder: Path, config: HarborToml, place: Place) -> dict[str, An
     return made
 
 
-def _workdir(table: EnvironmentTable, dockerfile: Path, place: Place) -> str:
+def _workdir(table: EnvironmentTable, dockerfile: Path, location: SourceLocation) -> str:
     if table.workdir:
         if not table.workdir.startswith("/"):
-            raise place.error("environment.workdir", "must be an absolute path")
+            raise location.error("environment.workdir", "must be an absolute path")
         return table.workdir
     if not table.docker_image:
-        # A later WORKDIR may be relative to the one before.
+        # A later WORKDIR may be relative to the previous one.
         at = ""
         for given in _WORKDIR.findall(_text(dockerfile)):
             at = os.path.normpath(os.path.join(at or "/", given.strip("\"'")))
@@ -183,12 +181,14 @@ def _network(config: HarborToml, notes: list[str]) -> str:
     mode = config.agent.network_mode or config.environment.network_mode
     hosts = config.agent.allowed_hosts or config.environment.allowed_hosts
     if mode == "allowlist" or (mode is None and hosts):
-        notes.append(f"allowed hosts cannot be enforced, so only the gateway is reachable, not {', '.join(hosts)}")
+        notes.append(
+            f"an allow-list of hosts cannot be enforced: only the gateway is reachable, not {', '.join(hosts)}"
+        )
     return "open" if mode == "public" else "gateway"
 
 
 def _healthy(check: Healthcheck) -> str:
-    """A shell loop that ends well when the check does, and badly when it failed too often."""
+    """A shell loop that succeeds when the check does, and fails after too many failed checks."""
     command = f"timeout {check.timeout_sec:g} sh -c {shlex.quote(check.command)}"
     grace = int(check.start_period_sec // check.start_interval_sec)
     return (
@@ -216,14 +216,14 @@ def _evaluator(folder: Path, config: HarborToml) -> dict[str, Any]:
         if not (folder / "tests").is_dir():
             made["tests"] = ""
     elif not (folder / "tests" / "test.sh").is_file():
-        raise Place(folder / "tests" / "test.sh").error("", "missing; it is what scores the task")
+        raise SourceLocation(folder / "tests" / "test.sh").error("", "missing; it scores the task")
     return made
 
 
 def _step(folder: Path, step: StepTable, config: HarborToml) -> dict[str, Any]:
     tests = folder / "steps" / step.name / "tests"
     if not (tests / "test.sh").is_file() and not (folder / "tests" / "test.sh").is_file():
-        raise Place(tests / "test.sh").error("", "missing; a step needs one of its own, or the task one for all steps")
+        raise SourceLocation(tests / "test.sh").error("", "missing; add one for this step, or one for the whole task")
     own = "timeout_sec" in step.verifier.model_fields_set
     return {
         "name": step.name,
@@ -266,9 +266,9 @@ def _text(path: Path) -> str:
     try:
         text = path.read_text("utf-8")
     except FileNotFoundError as error:
-        raise Place(path).error("", "missing") from error
+        raise SourceLocation(path).error("", "missing") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise Place(path).error("", f"cannot be read: {error}") from error
+        raise SourceLocation(path).error("", f"cannot be read: {error}") from error
     if not text.strip():
-        raise Place(path).error("", "is empty")
+        raise SourceLocation(path).error("", "is empty")
     return text

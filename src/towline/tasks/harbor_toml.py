@@ -1,15 +1,19 @@
 """`task.toml` of a Harbor task folder (schema 1.4), with Harbor's own names.
 
-Keys that Harbor knows and Towline has no use for are listed in the task's metadata; keys that change what the task means
-and cannot be honoured are refused. Older spellings (`version`, `memory`, `storage`, `allow_internet`) are read.
+Keys that Towline does not use are listed in the task's metadata; keys that change what the task means and cannot be
+honored are refused. Older spellings (`version`, `memory`, `storage`, `allow_internet`) are accepted. `${VAR}` and
+`${VAR:-default}` in environment tables are expanded from the loader's environment.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, model_validator
+
+from towline.errors import ConfigError
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Name = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)]
@@ -20,12 +24,12 @@ _MEGABYTES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
 
 
 class _Table(BaseModel):
-    """Harbor ignores what it does not know, so that files of a later schema can be read; so does this."""
+    """Like Harbor, ignores unknown keys, so that files of a later schema can be read."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     def unknown(self) -> list[str]:
-        """Keys that were given and are not looked at."""
+        """Keys that are set and not used."""
         found = list(self.model_extra or ())
         for name, value in self.__dict__.items():
             for table in value if isinstance(value, list) else [value]:
@@ -147,8 +151,35 @@ class HarborToml(_Table):
         return data
 
     @model_validator(mode="after")
-    def _steps_have_names_of_their_own(self) -> HarborToml:
+    def _step_names_are_unique(self) -> HarborToml:
         names = [step.name for step in self.steps]
         if len(set(names)) != len(names):
             raise ValueError("two steps have the same name")
         return self
+
+
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+
+
+class MissingVariable(ConfigError):
+    """A reference without a default to a variable that is not set."""
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """The text with every reference expanded. An empty variable counts as missing, as in a shell's `:-`."""
+
+    def value(match: re.Match[str]) -> str:
+        name, default = match[1], match[2]
+        if variables.get(name):
+            return variables[name]
+        if default is None:
+            if name in variables:
+                return ""
+            raise MissingVariable(f"the variable {name} is not set; set it, or write ${{{name}:-default}}")
+        return default
+
+    return _REFERENCE.sub(value, text)
+
+
+def expand_all(texts: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: expand(text, variables) for name, text in texts.items()}

@@ -1,7 +1,7 @@
 """The codec of one model: messages to prompt ids, sampled ids to replies, and the seam between turns.
 
 Invariant of `extend`: the ids it returns are what follows `prompt + sampled` of the turn that is continued. Nothing that
-was sampled is rendered or encoded again; if that cannot be had, it raises `Unbridgeable` and the caller forks.
+was sampled is rendered or encoded again; where that is impossible, it raises `CannotContinue` and the caller forks.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Protocol
 
-from towline.arrays import Ids
+from towline.common.arrays import Ids
+from towline.common.images import ImagePlaceholder, PlacedImage
 from towline.conversation import Media, Message, Tool, ToolCall
 from towline.errors import TowlineError
-from towline.images import Placed, Placeholder
 from towline.schema import ForkReason
-from towline.tokens import fingerprint
-from towline.tokens.parser import Parsed
+from towline.tokens.graph import fingerprint
+from towline.tokens.parsing.base import ParsedReply
 from towline.tokens.tokenizer import Tokenizer
 
 
 class SpecialText(StrEnum):
-    """What becomes of text in a user message or tool result that spells a special token."""
+    """How text in a user message or tool result that spells a special token is encoded."""
 
     ENGINE = "engine"
-    """It becomes that token, as in an engine that encodes the rendered prompt."""
+    """As that token, like an engine that encodes the rendered prompt."""
     PLAIN = "plain"
-    """It stays plain text."""
+    """As plain text."""
 
 
-class Unbridgeable(TowlineError):
+class CannotContinue(TowlineError):
     """A turn cannot be continued in place; `reason` is why the conversation forks."""
 
     def __init__(self, reason: ForkReason, message: str):
@@ -41,14 +41,14 @@ class Unbridgeable(TowlineError):
 
 
 @dataclass
-class Frame:
-    """What a conversation stands under: tools, template arguments, the session's clock and the engine's eyes."""
+class RenderContext:
+    """What a conversation is rendered with: tools, template arguments, the session's clock, the engine's images."""
 
     tools: tuple[Tool, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     now: Callable[[], datetime] = datetime.now
-    images: Mapping[str, Placeholder] = field(default_factory=dict)
-    """What the engine puts into a prompt for an image, by digest."""
+    images: Mapping[str, ImagePlaceholder] = field(default_factory=dict)
+    """What the engine puts into a prompt for each image, by digest."""
 
     @cached_property
     def functions(self) -> list[dict[str, Any]] | None:
@@ -56,46 +56,46 @@ class Frame:
 
     @cached_property
     def digest(self) -> bytes:
-        """Names the tools and arguments."""
+        """Identifies the tools and arguments."""
         return fingerprint.root_key(self.tools, self.arguments).encode()
 
 
 @dataclass(slots=True)
-class Encoded:
-    """Prompt ids made from messages."""
+class EncodedPrompt:
+    """Prompt ids encoded from messages."""
 
     ids: list[int]
     forced: int = 0
-    """How many leading ids close a turn that did not end by itself; they were never sampled."""
+    """How many leading ids close a turn that did not end by itself; they were not sampled."""
     special_text: int = 0
     """How often new user or tool text spelled a special token."""
-    images: list[Placed] = field(default_factory=list)
+    images: list[PlacedImage] = field(default_factory=list)
 
 
-class Codec(Protocol):
-    """One model's way between messages and ids."""
+class ModelCodec(Protocol):
+    """Converts between messages and token ids for one model."""
 
     tokenizer: Tokenizer
     name: str
-    """How the codec was chosen, for reports: `sentinel`, or the family's name."""
+    """Which codec this is, for reports: `sentinel`, or the family's name."""
     stop_ids: frozenset[int]
     """Ids that end a turn when they are sampled."""
     end_ids: frozenset[int]
-    """Ids that end a message in a prompt: those, and what stands in history only."""
+    """Ids that end a message in a prompt: `stop_ids`, and ids that occur in history only."""
     short_call_ids: bool
-    """Tool-call ids must be nine alphanumeric characters (Mistral's templates insist)."""
+    """Tool-call ids must be nine alphanumeric characters (Mistral's templates require it)."""
 
     @property
     def calls_as_text(self) -> bool:
-        """The template's format of calls is not known: what the model writes as a call reaches the harness as text."""
+        """The template's tool-call format is unknown: calls that the model writes reach the harness as text."""
         ...
 
-    def sees(self, message: Message, frame: Frame) -> list[Media]:
-        """The media of a message that the model gets to see, in order; of all others it sees a marker."""
+    def sees(self, message: Message, context: RenderContext) -> list[Media]:
+        """The media of a message that the model sees, in order; for all others it sees a marker."""
         ...
 
-    def prompt(self, messages: Sequence[Message], frame: Frame, *, prefill: bool = False) -> Encoded:
-        """Render and encode everything. With `prefill` the last message is an assistant's, left open."""
+    def prompt(self, messages: Sequence[Message], context: RenderContext, *, prefill: bool = False) -> EncodedPrompt:
+        """Render and encode everything. With `prefill` the last message is an assistant message, left open."""
         ...
 
     def extend(
@@ -105,21 +105,23 @@ class Codec(Protocol):
         tail: Ids,
         sampled: Ids,
         new: Sequence[Message],
-        frame: Frame,
+        context: RenderContext,
         *,
         prefill: bool = False,
-    ) -> Encoded:
-        """What follows a turn: `before` and `reply` are its messages, `tail` the last ids of its prompt."""
+    ) -> EncodedPrompt:
+        """The ids that follow a turn: `before` and `reply` are its messages, `tail` the last ids of its prompt."""
         ...
 
-    def rewrites(self, before: Sequence[Message], reply: Message, new: Sequence[Message], frame: Frame) -> bool:
+    def rewrites(
+        self, before: Sequence[Message], reply: Message, new: Sequence[Message], context: RenderContext
+    ) -> bool:
         """Whether the template renders `before + reply` differently once `new` follows."""
         ...
 
-    def parse(self, text: str, prompt_tail: str, tools: Sequence[Tool]) -> Parsed:
-        """A reply from the decoded text of the sampled ids, without the end of the turn."""
+    def parse(self, text: str, prompt_tail: str, tools: Sequence[Tool]) -> ParsedReply:
+        """Parse a reply from the decoded text of the sampled ids, without the end of the turn."""
         ...
 
-    def write(self, text: str, reasoning: str | None, calls: Sequence[ToolCall], frame: Frame) -> list[int]:
+    def write(self, text: str, reasoning: str | None, calls: Sequence[ToolCall], context: RenderContext) -> list[int]:
         """The ids that a model of this family would sample for a reply, its end of turn included."""
         ...

@@ -1,4 +1,4 @@
-"""From a model folder to its codec."""
+"""Load the codec of a model folder."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from towline.errors import ConfigError
 from towline.tokens.codec import SpecialText
-from towline.tokens.family import FamilyCodec, recognise
-from towline.tokens.jinja import ChatTemplate
-from towline.tokens.template import SentinelCodec
+from towline.tokens.templates.chat_template import ChatTemplate
+from towline.tokens.templates.family import FamilyCodec, detect_family
+from towline.tokens.templates.sentinel import SentinelCodec
 from towline.tokens.tokenizer import Tokenizer
 
 _DOCUMENT_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-"""End a turn wherever a tokenizer has them: they are never content."""
+"""End a turn in every tokenizer that has them: they are never content."""
 _TURN_ENDS = (
     "<|im_end|>", "<|eot_id|>", "<|eot|>", "<|call|>", "<|return|>", "<|user|>", "<|observation|>", "<end_of_turn>",
     "<turn|>", "<|tool_response>", "</s>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "[e~[", "<|assistant_end|>",
@@ -23,7 +23,7 @@ _TURN_ENDS = (
 )  # fmt: skip
 """End-of-turn tokens by family; one counts if the tokenizer has it and the template writes it."""
 _MESSAGE_ENDS = ("<|end|>",)
-"""Ends a message in history; in families with channels a turn goes on after it."""
+"""End a message in history; in families with channels a turn continues after them."""
 
 
 def load_codec(
@@ -61,11 +61,11 @@ def make_codec(
     written = [name for name in ends if name in template.source]
     stops |= {id for name in (*written, *_DOCUMENT_ENDS) if (id := tokenizer.id_of(name)) is not None}
     if not stops:
-        raise ConfigError("no end-of-turn token is known: set eos_token_id in generation_config.json")
+        raise ConfigError("no end-of-turn token found: set eos_token_id in generation_config.json")
     closers = frozenset(id for name in _MESSAGE_ENDS if (id := tokenizer.id_of(name)) is not None)
     options: dict[str, Any] = {"closers": closers, "format": format, "special_text": special_text}
     codec = SentinelCodec(tokenizer, template, frozenset(stops), **options)
-    family = recognise(codec) if renderer == "auto" else renderer
+    family = detect_family(codec) if renderer == "auto" else renderer
     if family is None or family == "sentinel":
         return codec
     return FamilyCodec(tokenizer, template, frozenset(stops), family=family, **options)

@@ -1,1 +1,1 @@
-"""Trainers: a reference one in plain torch, and a small adapter for each of the frameworks."""
+"""Trainers: the reference trainer (`grpo`), and one small adapter per framework."""

@@ -1,8 +1,8 @@
-"""NeMo RL: sessions as the `message_log`s of its rollouts.
+"""NeMo RL: sessions as `message_log`s.
 
-NeMo RL takes Towline as an environment of NeMo Gym (`towline.trainers.nemo_gym`) and cuts message logs out of its answers
-itself. This is the same shape made directly, for loops that lease Towline's results: a log alternates between `user` (what
-was not trained) and `assistant` (what was), and its tokens, joined, are the row, token for token.
+NeMo RL can use Towline through NeMo Gym (`towline.trainers.nemo_gym`) and builds message logs from its answers. This module
+makes the same shape directly, for loops that lease Towline's results: a log alternates between `user` (untrained tokens) and
+`assistant` (trained tokens), and its concatenated tokens are the row, token for token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from typing import Any
 
 from towline.schema import Trajectory
 from towline.schema.checks import runs
-from towline.trainers.groups import cut_short, reward_of, why_not
-from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, by_group, common_temperature, grouped_rows
+from towline.trainers import packing
 
 
-def message_log(row: SplitRow) -> list[dict[str, Any]]:
-    """The row as messages with `token_ids`, `token_loss_mask` and `generation_logprobs`, tensors of one length each."""
+def message_log(row: packing.SplitRow) -> list[dict[str, Any]]:
+    """The row as messages with `token_ids`, `token_loss_mask` and `generation_logprobs`, tensors of equal length."""
     import torch
 
     trace = row.trace
@@ -47,23 +46,29 @@ def message_log(row: SplitRow) -> list[dict[str, Any]]:
 
 
 def rollout_batch(
-    trajectories: Sequence[Trajectory], extra_traces: ExtraTraces = "error", dropped: Dropped | None = None
+    trajectories: Sequence[Trajectory],
+    extra_traces: packing.ExtraTraces = "error",
+    dropped: packing.Dropped | None = None,
 ) -> dict[str, Any]:
-    """The columns of a rollout's final batch. Sessions that nobody may learn from are not in it, nor are lonely ones.
+    """The columns of a rollout's final batch, without unusable sessions and groups of one.
 
-    `prompt_group` names the task of each row: NeMo RL computes advantages over rows, and a session has one.
+    `prompt_group` is the task of each row: NeMo RL computes advantages over rows, and a session has one.
     """
     import torch
 
-    counted = [trajectory for trajectory in trajectories if why_not(trajectory) is None]
-    rows = grouped_rows(by_group(counted), extra_traces, dropped if dropped is not None else Dropped())
+    usable = [trajectory for trajectory in trajectories if packing.unusable_because(trajectory) is None]
+    rows = packing.grouped_rows(
+        packing.by_group(usable), extra_traces, dropped if dropped is not None else packing.Dropped()
+    )
     if rows:
-        common_temperature(rows)  # NeMo RL divides by its own, for all rows
+        packing.batch_temperature(rows)  # NeMo RL uses one temperature for all rows
     return {
         "message_log": [message_log(row) for row in rows],
         "length": torch.tensor([len(row.trace.token_ids) for row in rows]),
         "loss_multiplier": torch.ones(len(rows)),
-        "total_reward": torch.tensor([reward_of(row.trajectory) for row in rows]),
-        "truncated": torch.tensor([cut_short(row.trajectory) or row.trace.truncated for row in rows], dtype=torch.bool),
+        "total_reward": torch.tensor([packing.reward_of(row.trajectory) for row in rows]),
+        "truncated": torch.tensor(
+            [packing.ended_early(row.trajectory) or row.trace.truncated for row in rows], dtype=torch.bool
+        ),
         "prompt_group": [row.group_id for row in rows],
     }

@@ -1,7 +1,7 @@
-"""prime-rl: sessions as its `TrainingSample`s, one for each trace.
+"""prime-rl: sessions as `TrainingSample`s, one per trace.
 
-prime-rl takes flat rows with an advantage for every token, so all traces of a session go, and a session counts once in its
-group. `mask` is what is trained; logprobs, temperatures and advantages have one entry a token.
+prime-rl takes flat rows with an advantage per token, so all traces of a session are used and a session still counts once in
+its group. `mask` marks trained tokens; logprobs, temperatures and advantages have one entry per token.
 """
 
 from __future__ import annotations
@@ -12,27 +12,26 @@ from typing import Any
 
 from towline.schema import Trajectory
 from towline.trainers.advantages import Advantages, Scale, group_advantages, token_advantages
-from towline.trainers.groups import why_not
-from towline.trainers.packing import by_group, split_rows
+from towline.trainers.packing import by_group, split_rows, unusable_because
 
 
 def training_samples(
     trajectories: Sequence[Trajectory], env_name: str, *, scale: Scale = "std", turn_weight: float = 1.0
 ) -> list[dict[str, Any]]:
     """The fields of a `TrainingSample` for every trace of every session that has an advantage."""
-    counted = [trajectory for trajectory in trajectories if why_not(trajectory) is None]
-    advantages = group_advantages(by_group(counted), scale=scale, turn_weight=turn_weight)
-    return [sample for trajectory in counted for sample in _samples(trajectory, advantages, env_name)]
+    usable = [trajectory for trajectory in trajectories if unusable_because(trajectory) is None]
+    advantages = group_advantages(by_group(usable), scale=scale, turn_weight=turn_weight)
+    return [sample for trajectory in usable for sample in _samples(trajectory, advantages, env_name)]
 
 
 def _samples(trajectory: Trajectory, advantages: Advantages, env_name: str) -> list[dict[str, Any]]:
-    made = []
+    samples = []
     for index, row in enumerate(split_rows(trajectory)):
         values = token_advantages(row.trajectory, row.trace, advantages)
         if values is None:
             continue
         trace = row.trace
-        made.append(
+        samples.append(
             {
                 "token_ids": trace.token_ids.tolist(),
                 "mask": trace.loss_mask.astype(bool).tolist(),
@@ -44,11 +43,11 @@ def _samples(trajectory: Trajectory, advantages: Advantages, env_name: str) -> l
                 "branch_index": index,
             }
         )
-    return made
+    return samples
 
 
 def structs(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The samples as prime-rl's own type, without fields that the installed version does not know."""
+    """The samples as prime-rl's own type, without fields that the installed version lacks."""
     kind = importlib.import_module("prime_rl.transport").TrainingSample
     known = set(kind.__struct_fields__)
     return [kind(**{name: value for name, value in one.items() if name in known}) for one in samples]

@@ -1,7 +1,7 @@
-"""A rollout service for as long as a training run lasts: a process of its own, so that learning never holds it up.
+"""A local rollout service for the duration of a training run, in its own process so that learning never blocks it.
 
-It dies with the trainer, however that dies: a service that is left behind would hold the store that the next run of the
-same trainer needs. What it had accepted is in that store.
+It dies with the trainer, even if the trainer is killed: an orphaned service would hold the store that the next run of the
+same trainer needs. Everything it accepted is in that store.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ _libc = ctypes.CDLL(None)
 
 @contextlib.contextmanager
 def own_service(model: Path, data: Path, options: Sequence[str] = ()) -> Iterator[str]:
-    """Start `towline serve` on a free port of loopback; its URL. What it logs is in `data`/service.log."""
+    """Start `towline serve` on a free loopback port and yield its URL. Its log is `data`/service.log."""
     data.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "towline", "serve", "--json", "--port", "0", "--model", str(model)]
     command += ["--data", str(data / "service"), *options]
     with (data / "service.log").open("ab") as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, env=_environment(), preexec_fn=_die_with_the_parent
+            command, stdout=subprocess.PIPE, stderr=log, env=_environment(), preexec_fn=_die_with_parent
         )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
             process.wait(_STOP_SECONDS)
-            said = (data / "service.log").read_text("utf-8", "replace").strip()[-1500:]
-            raise ConfigError(f"the service did not start; it said: {said}")
+            log_path = data / "service.log"
+            tail = log_path.read_text("utf-8", "replace").strip()[-1500:]
+            raise ConfigError(f"the service did not start; the end of {log_path}: {tail}")
         yield str(json.loads(line)["url"])
     finally:
         process.terminate()
@@ -53,9 +54,9 @@ def own_service(model: Path, data: Path, options: Sequence[str] = ()) -> Iterato
 
 
 def _environment() -> dict[str, str]:
-    """One thread for the engine: beside a learner, more only get in each other's way."""
+    """One engine thread by default: more would only compete with the learner."""
     return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
-def _die_with_the_parent() -> None:
+def _die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

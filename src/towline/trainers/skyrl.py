@@ -1,15 +1,15 @@
-"""SkyRL: a generator whose trajectories are Towline's sessions.
+"""SkyRL: a generator whose trajectories are Towline sessions.
 
     class Experiment(BasePPOExp):
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return TowlineGenerator("task.toml", step_wise=cfg.generator.step_wise_trajectories)
 
-The prompts of one `instance_id` are one task, and each gets one of its sessions. SkyRL wants an answer for every prompt, so
-a session that left its group is stood in for: by another's row that is masked whole and has the mean reward of the group.
-It trains nothing and moves no mean. A group that is not complete is masked whole, and counted.
+The prompts of one `instance_id` are one task, and each gets one of its sessions. SkyRL expects an answer for every prompt,
+so an unusable session is replaced by a placeholder: another session's row, fully masked, with the group's mean reward. It
+trains nothing and does not change the mean. An incomplete group is fully masked and counted.
 
-SkyRL centres rewards over rows, except in step-wise training, where it takes the last row of each trajectory and spreads its
-advantage over the others: with `step_wise` all traces of a session go, otherwise one (`extra_traces`).
+SkyRL normalises rewards over rows, except in step-wise training, where it takes the last row of each trajectory and applies
+its advantage to the others: with `step_wise` all traces of a session are used, otherwise one (`extra_traces`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from typing import Any
 from towline.client import AsyncClient
 from towline.errors import TowlineError
 from towline.schema import Trajectory
-from towline.trainers.groups import Group, cut_short, reward_of, run_group
-from towline.trainers.packing import Dropped, ExtraTraces, SplitRow, check_temperature, one_row, split_rows
-from towline.trainers.templates import TaskTemplate
+from towline.trainers import packing
+from towline.trainers.templates import TaskTemplate, with_sampling
 
 _SAMPLING = {
     "temperature": "temperature",
@@ -34,29 +33,29 @@ _SAMPLING = {
     "max_generate_length": "max_tokens",
     "max_tokens": "max_tokens",
 }
-"""What SkyRL says of sampling, and what a task calls it."""
+"""SkyRL's sampling parameters and their names in a task."""
 
 
 class NothingGenerated(TowlineError):
-    """No session of a whole batch gave anything to learn from."""
+    """No session of a whole batch is usable for training."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One prompt of the batch, and what it got."""
+class PromptResult:
+    """One prompt of the batch with the rows of its session."""
 
     trajectory_id: Any
-    rows: list[SplitRow]
-    """Empty if its session left the group."""
+    rows: list[packing.SplitRow]
+    """Empty if the session is not usable."""
     reward: float
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One row of the output: a place's own, or a stand-in."""
+class OutputRow:
+    """One row of the output: a prompt's own, or a placeholder."""
 
-    place: Place
-    row: SplitRow
+    place: PromptResult
+    row: packing.SplitRow
 
     @property
     def mask(self) -> list[int]:
@@ -66,26 +65,24 @@ class Line:
     def stop_reason(self) -> str:
         if not self.place.rows:
             return "abort"
-        return "length" if cut_short(self.row.trajectory) or self.row.trace.truncated else "stop"
+        return "length" if packing.ended_early(self.row.trajectory) or self.row.trace.truncated else "stop"
 
     @property
     def last(self) -> bool:
-        """Whether it is its trajectory's last."""
+        """Whether this is the last row of its trajectory."""
         return not self.place.rows or self.row is self.place.rows[-1]
 
 
 @dataclass
 class TowlineGenerator:
+    """A SkyRL generator over a Towline service."""
+
     template: TaskTemplate | Path | str
     step_wise: bool = False
-    extra_traces: ExtraTraces = "error"
+    extra_traces: packing.ExtraTraces = "error"
     url: str | None = None
     key: str | None = None
-    dropped: Dropped = field(default_factory=Dropped)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.template, TaskTemplate):
-            self.template = TaskTemplate.read(self.template)
+    dropped: packing.Dropped = field(default_factory=packing.Dropped)
 
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         """A `GeneratorOutput` for a `GeneratorInput`, in the same order."""
@@ -93,76 +90,85 @@ class TowlineGenerator:
         ids = input_batch.get("trajectory_ids")
         names = [str(n) for n in range(count)] if ids is None else [one.instance_id for one in ids]
         instances: dict[str, list[int]] = {}
-        for place, name in enumerate(names):
-            instances.setdefault(name, []).append(place)
+        for index, name in enumerate(names):
+            instances.setdefault(name, []).append(index)
         async with AsyncClient(self.url, self.key) as client:
-            groups = await asyncio.gather(*(self._run(client, input_batch, places) for places in instances.values()))
-        found: list[Place | None] = [None] * count
+            groups = await asyncio.gather(*(self._run(client, input_batch, indices) for indices in instances.values()))
+        results: dict[int, PromptResult] = {}
         temperature = (input_batch.get("sampling_params") or {}).get("temperature")
-        for places, group in zip(instances.values(), groups, strict=True):
-            made = self.places(group, [ids[n] if ids else None for n in places], temperature)
-            for place, one in zip(places, made, strict=True):
-                found[place] = one
-        return self.output([place for place in found if place is not None], groups)
+        for indices, group in zip(instances.values(), groups, strict=True):
+            of_group = self.prompt_results(group, [ids[n] if ids else None for n in indices], temperature)
+            results |= zip(indices, of_group, strict=True)
+        return self.output([results[index] for index in range(count)], groups)
 
-    async def _run(self, client: AsyncClient, batch: Mapping[str, Any], places: Sequence[int]) -> Group:
-        assert isinstance(self.template, TaskTemplate)
-        first = places[0]
+    async def _run(
+        self, client: AsyncClient, batch: Mapping[str, Any], indices: Sequence[int]
+    ) -> packing.TrainingGroup:
+        first = indices[0]
         extras = (batch.get("env_extras") or [{}] * (first + 1))[first]
-        prompt = batch["prompts"][first]
-        task = self.template.task({**extras, "prompt": prompt}, prompt=prompt, name="skyrl", samples=len(places))
+        prompt, template = batch["prompts"][first], TaskTemplate.read(self.template)
+        task = template.task({**extras, "prompt": prompt}, prompt=prompt, name="skyrl", samples=len(indices))
         wanted = batch.get("sampling_params") or {}
         sampling = {ours: wanted[theirs] for theirs, ours in _SAMPLING.items() if wanted.get(theirs) is not None}
         if sampling.get("top_k", 0) < 0:
             del sampling["top_k"]
-        # What the trainer computes logprobs of goes over what the template says.
-        settings = task.settings | {"sampling": task.settings.get("sampling", {}) | sampling}
-        return await run_group(client, task.model_copy(update={"settings": settings}))
+        return await packing.run_group(client, with_sampling(task, sampling))
 
-    def places(self, group: Group, trajectory_ids: Sequence[Any], temperature: float | None = None) -> list[Place]:
-        """What each of a group's prompts got. Those without a session have the group's mean reward.
+    def prompt_results(
+        self, group: packing.TrainingGroup, trajectory_ids: Sequence[Any], temperature: float | None = None
+    ) -> list[PromptResult]:
+        """The results of a group's prompts. Those without a usable session have the group's mean reward.
 
-        Rows that were not sampled at the trainer's `temperature`, or at several, are refused.
+        Rows that were not all sampled at the trainer's `temperature` are refused.
         """
         sessions = group.sessions if group.complete else []
-        rewards = [reward_of(session) for session in sessions]
+        rewards = [packing.reward_of(session) for session in sessions]
         mean = sum(rewards) / len(rewards) if rewards else 0.0
-        made = [
-            Place(name, self._rows(one), reward_of(one)) for name, one in zip(trajectory_ids, sessions, strict=False)
+        results = [
+            PromptResult(name, self._rows(one), packing.reward_of(one))
+            for name, one in zip(trajectory_ids, sessions, strict=False)
         ]
-        for row in (row for place in made for row in place.rows):
-            check_temperature(row, temperature)
-        return made + [Place(name, [], mean) for name in trajectory_ids[len(made) :]]
+        for row in (row for result in results for row in result.rows):
+            packing.check_temperature(row, temperature)
+        return results + [PromptResult(name, [], mean) for name in trajectory_ids[len(results) :]]
 
-    def _rows(self, session: Trajectory) -> list[SplitRow]:
+    def _rows(self, session: Trajectory) -> list[packing.SplitRow]:
         if self.step_wise:
-            return split_rows(session)
-        kept = one_row(session, self.extra_traces, self.dropped)
+            return packing.split_rows(session)
+        kept = packing.one_row(session, self.extra_traces, self.dropped)
         return [kept] if kept is not None else []
 
-    def output(self, places: Sequence[Place], groups: Sequence[Group]) -> dict[str, Any]:
-        spare = next((row for place in places for row in place.rows), None)
-        if spare is None:
-            why = next((reason for group in groups for reason in group.left.values()), "no session was scored")
-            raise NothingGenerated(f"no session of {len(places)} gave anything to learn from; the first because: {why}")
-        lines = [Line(place, row) for place in places for row in place.rows or [spare]]
+    def output(self, results: Sequence[PromptResult], groups: Sequence[packing.TrainingGroup]) -> dict[str, Any]:
+        """The `GeneratorOutput` of the prompts' results."""
+        placeholder = next((row for result in results for row in result.rows), None)
+        if placeholder is None:
+            reason = next((reason for group in groups for reason in group.unusable.values()), "no session was scored")
+            raise NothingGenerated(
+                f"none of {len(results)} sessions is usable for training; the first reason: {reason}"
+            )
+        rows = [OutputRow(result, row) for result in results for row in result.rows or [placeholder]]
         return {
-            "prompt_token_ids": [line.row.prompt_ids for line in lines],
-            "response_ids": [line.row.response_ids for line in lines],
-            "rewards": [line.place.reward for line in lines],
-            "loss_masks": [line.mask for line in lines],
-            "stop_reasons": [line.stop_reason for line in lines],
-            "rollout_logprobs": [line.row.response_logprobs for line in lines],
-            "trajectory_ids": [line.place.trajectory_id for line in lines],
-            "is_last_step": [line.last for line in lines] if self.step_wise else None,
-            "rollout_metrics": self._metrics(places, groups),
+            "prompt_token_ids": [one.row.prompt_ids for one in rows],
+            "response_ids": [one.row.response_ids for one in rows],
+            "rewards": [one.place.reward for one in rows],
+            "loss_masks": [one.mask for one in rows],
+            "stop_reasons": [one.stop_reason for one in rows],
+            "rollout_logprobs": [one.row.response_logprobs for one in rows],
+            "trajectory_ids": [one.place.trajectory_id for one in rows],
+            "is_last_step": [one.last for one in rows] if self.step_wise else None,
+            "rollout_metrics": self._metrics(results, groups),
             "rollout_expert_indices": None,
         }
 
-    def _metrics(self, places: Sequence[Place], groups: Sequence[Group]) -> dict[str, float]:
+    def _metrics(self, results: Sequence[PromptResult], groups: Sequence[packing.TrainingGroup]) -> dict[str, float]:
         return {
-            "towline/sessions": sum(bool(place.rows) for place in places),
-            "towline/left_sessions": sum(len(group.left) for group in groups),
+            "towline/sessions": sum(bool(result.rows) for result in results),
+            "towline/left_sessions": sum(len(group.unusable) for group in groups),
             "towline/incomplete_groups": sum(not group.complete for group in groups),
             "towline/dropped_tokens": self.dropped.tokens,
         }
+
+
+# The stable names of these for users' code.
+Line = OutputRow
+Place = PromptResult

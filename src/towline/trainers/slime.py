@@ -4,11 +4,11 @@
     --custom-reward-post-process-path  towline.trainers.slime.session_rewards
     --custom-config-path               towline.yaml, with towline_template: task.toml (and towline_url, towline_key)
 
-Each prompt of the data source makes one task with `n_samples_per_prompt` sessions. A session gives one `Sample` a trace; all
-of them have the same `rollout_id`, by which the loss counts a session once, and `session_rewards` does so for advantages.
-A group that is not complete is dropped whole, and the next prompt takes its place: a batch has `rollout_batch_size` groups.
+Each prompt of the data source makes one task with `n_samples_per_prompt` sessions. A session gives one `Sample` per trace;
+all of them share a `rollout_id`, by which the loss counts a session once, and `session_rewards` does so for advantages. An
+incomplete group is dropped whole and the next prompt replaces it: a batch has `rollout_batch_size` groups.
 
-Nothing of slime or Miles is imported but the module that their own `Sample` comes from.
+The only module of slime or Miles that is imported is a sibling of the one their `Sample` comes from.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from typing import Any
 from towline.client import AsyncClient
 from towline.errors import ConfigError
 from towline.schema import Trajectory
-from towline.trainers.groups import Group, cut_short, reward_of, run_group
-from towline.trainers.packing import SplitRow, check_temperature, split_rows
-from towline.trainers.templates import TaskTemplate
+from towline.trainers import packing
+from towline.trainers.templates import TaskTemplate, with_sampling
 
 _DROPPED = 8
-"""Batches' worth of groups that may be dropped for one batch before something is plainly broken."""
+"""Batches' worth of groups that may be dropped for one batch before the run stops."""
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """One batch of groups, with figures. The signature is slime's."""
+    """One batch of groups, with metrics. The signature is slime's."""
     if evaluation:
         raise ConfigError(
-            "this rollout function does not evaluate: use `towline eval`, or another --eval-function-path"
+            "this rollout function does not evaluate: use `towline eval`, or set another --eval-function-path"
         )
     batch = asyncio.run(_collect(args, data_source))
     package = type(batch.groups[0][0][0]).__module__.split(".")[0]
@@ -45,15 +44,17 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 @dataclass(slots=True)
-class Batch:
+class CollectedGroups:
+    """The groups of one batch."""
+
     groups: list[list[list[Any]]] = field(default_factory=list)
-    """Groups of sessions of samples."""
+    """Samples, by group and session."""
     sessions: int = 0
     traces: int = 0
     left: int = 0
-    """Sessions that left their group."""
+    """Sessions that are not usable for training."""
     dropped: int = 0
-    """Groups that were not complete."""
+    """Incomplete groups."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -64,28 +65,30 @@ class Batch:
         }
 
 
-async def _collect(args: Any, data_source: Any) -> Batch:
+async def _collect(args: Any, data_source: Any) -> CollectedGroups:
     template = TaskTemplate.read(_setting(args, "towline_template"))
-    batch = Batch()
+    batch = CollectedGroups()
     async with AsyncClient(getattr(args, "towline_url", None), getattr(args, "towline_key", None)) as client:
         while missing := args.rollout_batch_size - len(batch.groups):
-            asked = data_source.get_samples(missing)
-            found = await asyncio.gather(*(_run(client, template, args, samples) for samples in asked))
-            for samples, group in zip(asked, found, strict=True):
-                batch.left += len(group.left)
+            prompts = data_source.get_samples(missing)
+            groups = await asyncio.gather(*(_run(client, template, args, samples) for samples in prompts))
+            for samples, group in zip(prompts, groups, strict=True):
+                batch.left += len(group.unusable)
                 if not group.complete:
                     batch.dropped += 1
                     continue
                 batch.groups.append(sample_group(samples, group.sessions, args.rollout_temperature))
                 batch.sessions += len(group.sessions)
-                batch.traces += sum(len(split_rows(session)) for session in group.sessions)
+                batch.traces += sum(len(packing.split_rows(session)) for session in group.sessions)
             if batch.dropped > _DROPPED * args.rollout_batch_size:
-                why = next((reason for group in found for reason in group.left.values()), "no session was scored")
-                raise ConfigError(f"{batch.dropped} groups were dropped in one batch; the last one because: {why}")
+                reason = next(
+                    (reason for group in groups for reason in group.unusable.values()), "no session was scored"
+                )
+                raise ConfigError(f"{batch.dropped} groups were dropped in one batch; a recent reason: {reason}")
     return batch
 
 
-async def _run(client: AsyncClient, template: TaskTemplate, args: Any, samples: Sequence[Any]) -> Group:
+async def _run(client: AsyncClient, template: TaskTemplate, args: Any, samples: Sequence[Any]) -> packing.TrainingGroup:
     first = samples[0]
     row = {**(first.metadata or {}), "prompt": first.prompt, "label": first.label}
     task = template.task(row, prompt=first.prompt, name="slime", samples=len(samples))
@@ -94,33 +97,31 @@ async def _run(client: AsyncClient, template: TaskTemplate, args: Any, samples: 
         "top_p": args.rollout_top_p,
         "max_tokens": args.rollout_max_response_len,
     }
-    # What the trainer computes logprobs of goes over what the template says.
-    settings = task.settings | {"sampling": task.settings.get("sampling", {}) | sampling}
-    return await run_group(client, task.model_copy(update={"settings": settings}))
+    return await packing.run_group(client, with_sampling(task, sampling))
 
 
 def sample_group(
     samples: Sequence[Any], sessions: Sequence[Trajectory], temperature: float | None = None
 ) -> list[list[Any]]:
-    """The samples of each session of a group, made from those that the data source gave.
+    """The samples of each session of a group, copied from those of the data source.
 
-    `temperature` is what slime computes logprobs at, for all rows: another one is refused.
+    `temperature` is that of slime's logprobs; rows sampled at another one are refused.
     """
-    rows = [split_rows(session) for session in sessions]
+    rows = [packing.split_rows(session) for session in sessions]
     for row in (row for own in rows for row in own):
-        check_temperature(row, temperature)
-    # A group that is complete by `min_samples` has fewer sessions than were asked for.
+        packing.check_temperature(row, temperature)
+    # A group that is complete by `min_samples` may have fewer sessions than samples.
     return [[_filled(sample, row) for row in own] for sample, own in zip(samples, rows, strict=False)]
 
 
 def shaped(groups: list[list[list[Any]]]) -> list[list[Any]]:
-    """As slime takes them: lists of samples, or of lists where one session may give several; all groups alike."""
+    """The groups as slime takes them: lists of samples, or lists of lists if any session has several samples."""
     if any(len(session) > 1 for group in groups for session in group):
         return [list(group) for group in groups]
     return [[sample for (sample,) in group] for group in groups]
 
 
-def _filled(given: Any, row: SplitRow) -> Any:
+def _filled(given: Any, row: packing.SplitRow) -> Any:
     sample = copy.copy(given)
     status = type(given).Status
     sample.rollout_id = given.index
@@ -129,9 +130,9 @@ def _filled(given: Any, row: SplitRow) -> Any:
     sample.loss_mask = row.response_mask
     sample.rollout_log_probs = row.response_logprobs
     sample.weight_versions = _versions(row)
-    sample.reward = reward_of(row.trajectory)
-    short = cut_short(row.trajectory) or row.trace.truncated
-    sample.status = status.TRUNCATED if short else status.COMPLETED
+    sample.reward = packing.reward_of(row.trajectory)
+    truncated = packing.ended_early(row.trajectory) or row.trace.truncated
+    sample.status = status.TRUNCATED if truncated else status.COMPLETED
     sample.response = str(row.trajectory.turns[-1].reply.get("text") or "")
     sample.metadata = {
         **(given.metadata or {}),
@@ -143,14 +144,14 @@ def _filled(given: Any, row: SplitRow) -> Any:
     return sample
 
 
-def _versions(row: SplitRow) -> list[str]:
-    """The policy versions of the trained tokens, in order, each stretch of one version once."""
+def _versions(row: packing.SplitRow) -> list[str]:
+    """The policy versions of the trained tokens in order, one entry per run of equal versions."""
     trained = row.trace.policy_versions[row.trace.loss_mask == 1].tolist()
     return [str(trained[0]), *(str(after) for before, after in pairwise(trained) if after != before)]
 
 
 def session_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Raw and centred rewards, one for each sample, where every session of a group counts once. The signature is slime's."""
+    """Raw and normalised rewards per sample; every session of a group counts once. The signature is slime's."""
     groups: dict[Any, dict[Any, float]] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, {})[sample.rollout_id] = float(sample.reward)
@@ -170,5 +171,9 @@ def session_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], lis
 def _setting(args: Any, name: str) -> str:
     value = getattr(args, name, None)
     if not value:
-        raise ConfigError(f"{name} is missing: set it in the file that --custom-config-path names")
+        raise ConfigError(f"{name} is missing: set it in the file given by --custom-config-path")
     return str(value)
+
+
+# The stable names of these for users' code.
+Batch = CollectedGroups

@@ -1,8 +1,8 @@
-"""Tinker, and servers that speak its API: trajectories as `Datum`s for `forward_backward(…, "importance_sampling")`.
+"""Tinker, and servers with its API: trajectories as `Datum`s for `forward_backward(…, "importance_sampling")`.
 
-A datum is one trace: position j of its inputs predicts token j + 1, so inputs are the tokens without the last, and targets,
-logprobs and advantages those without the first. Every trace of a session is one; where nothing is trained the advantage is
-0, and with it the gradient. The loss is a sum over tokens, so a session with several traces counts by its tokens.
+A datum is one trace: position j of its inputs predicts token j + 1, so inputs are the tokens without the last; targets,
+logprobs and advantages are those without the first. Untrained tokens have an advantage of 0, hence no gradient. The loss is
+a sum over tokens, so a session's weight is its number of trained tokens.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from tinker import Datum
 
 TEMPERATURE = 1.0
-"""What Tinker computes logprobs at."""
+"""The temperature at which Tinker computes logprobs."""
 
 
 def datums(
     groups: Mapping[str, Sequence[Trajectory]], *, scale: Scale = "std", turn_weight: float = 1.0
 ) -> tuple[list[Datum], Advantages]:
-    """The datums of every session that has an advantage, and the advantages, which also count who has none."""
+    """The datums of every session that has an advantage, and the advantages, which also count the sessions without."""
     advantages = group_advantages(groups, scale=scale, turn_weight=turn_weight)
-    made = []
+    data = []
     for group in groups.values():
         for trajectory in group:
             for row in split_rows(trajectory):
                 values = token_advantages(trajectory, row.trace, advantages)
                 if values is not None:
-                    made.append(datum(row, values))
-    return made, advantages
+                    data.append(datum(row, values))
+    return data, advantages
 
 
 def datum(row: SplitRow, advantages: npt.NDArray[np.float32]) -> Datum:
-    """One trace, with an advantage for each of its tokens."""
+    """One trace with its per-token advantages."""
     from tinker import Datum, ModelInput
 
     check_temperature(row, TEMPERATURE)

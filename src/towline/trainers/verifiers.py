@@ -1,4 +1,4 @@
-"""verifiers: an environment whose episodes are Towline's sessions, for prime-rl and everything else that plays verifiers'.
+"""verifiers: an environment whose episodes are Towline sessions, for prime-rl and other users of verifiers environments.
 
     # my_env.py; then env.id = "my-env", with any taskset
     from towline.trainers.verifiers import towline_env
@@ -6,12 +6,12 @@
     TowlineEnv = towline_env("task.toml")
     __all__ = ["TowlineEnv"]
 
-A task's data is the row that a task template names fields of. An episode is one session and has one `Trace`, whose branches
-are the session's rows: nodes of different rows are not shared, so that a turn which two of them hold is trained in one, as
-Towline decides. What is not sampled by a call stands before its sampled tokens, on the same node, so that a branch is its
-row, token for token. Advantages are computed by whoever runs the episodes, and an episode is one sample.
+A task's data is the row that a task template references. An episode is one session and has one `Trace`, whose branches are
+the session's rows. Rows share no nodes, so a turn that two of them contain is trained in only one, as Towline decides. A
+turn's context tokens precede its sampled tokens on the same node, so that a branch is its row, token for token. The runner
+of the episodes computes advantages; an episode is one sample.
 
-A session that nobody may learn from is an episode without traces and with an error, and is tried again by verifiers' rules.
+An unusable session is an episode without traces and with an error; verifiers retries it by its own rules.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from towline.client import AsyncClient
 from towline.errors import TowlineError
 from towline.schema import EndReason, Trajectory
 from towline.schema.checks import runs
-from towline.trainers.groups import reward_of, run_group
-from towline.trainers.packing import SplitRow, check_temperature, split_rows
-from towline.trainers.templates import TaskTemplate
+from towline.trainers.packing import SplitRow, check_temperature, reward_of, run_group, split_rows
+from towline.trainers.templates import TaskTemplate, with_sampling, with_system_prompt
 
-Node = dict[str, Any]
+TraceNode = dict[str, Any]
 _STOPS = {EndReason.LIMIT: "max_turns", EndReason.TIMEOUT: "agent_timeout", EndReason.LOOPING: "looping"}
 _SAMPLING = ("temperature", "top_p", "max_tokens")
 
 
 def trace_fields(trajectory: Trajectory, temperature: float | None = None) -> dict[str, Any]:
-    """The fields of a `Trace` that a session gives; its task and agent are the environment's to say.
+    """The fields of a `Trace` that come from a session; the environment sets its task and agent.
 
-    A branch has one temperature: rows that mix several, or were not sampled at `temperature`, are refused.
+    A branch has one temperature: rows that were not all sampled at `temperature` are refused.
     """
-    nodes: list[Node] = []
+    nodes: list[TraceNode] = []
     for row in split_rows(trajectory):
         check_temperature(row, temperature)
         nodes += _branch(row, len(nodes))
@@ -59,12 +58,12 @@ def trace_fields(trajectory: Trajectory, temperature: float | None = None) -> di
     }
 
 
-def _branch(row: SplitRow, first: int) -> list[Node]:
-    """One row as a chain of nodes, the first of which will be the trace's `first`."""
+def _branch(row: SplitRow, first: int) -> list[TraceNode]:
+    """One row as a chain of nodes, the first of which has index `first` in the trace."""
     trace = row.trace
     by_index = {turn.index: turn for turn in row.trajectory.turns}
     since = {turn.index: messages for turn, messages in row.trajectory.row_turns(trace)}
-    nodes: list[Node] = []
+    nodes: list[TraceNode] = []
 
     def add(message: Mapping[str, Any], **fields: Any) -> None:
         nodes.append({"parent": first + len(nodes) - 1 if nodes else None, "message": _message(message), **fields})
@@ -103,12 +102,12 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
         }
         for call in message.get("tool_calls") or []
     ]
-    said = {"role": role, "content": text or None, "reasoning_content": message.get("reasoning") or None}
-    return said | ({"tool_calls": calls} if calls else {})
+    reply = {"role": role, "content": text or None, "reasoning_content": message.get("reasoning") or None}
+    return reply | ({"tool_calls": calls} if calls else {})
 
 
-class Episodes:
-    """The part of the environment that is not verifiers'."""
+class SessionEpisodes:
+    """The environment without verifiers' base class."""
 
     template: TaskTemplate
     url: str | None
@@ -116,11 +115,11 @@ class Episodes:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Nothing of verifiers' own has to run meanwhile: harnesses are Towline's, and so is the endpoint they call."""
+        """No-op: Towline runs the harnesses and the endpoint they call."""
         yield
 
     async def run_episode(self, task: Any, ctx: Any, *, on_trace: Any = None, on_discard: Any = None) -> Any:
-        """One session. The signature is that of verifiers' `Env`."""
+        """Run one session. The signature is that of verifiers' `Env`."""
         kinds, traces = (importlib.import_module(f"verifiers.v1.{name}") for name in ("episode", "trace"))
         about = traces.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         episode = kinds.Episode(env=kinds.EnvInfo(id=self.config.env_id), task=about)
@@ -138,26 +137,24 @@ class Episodes:
             episode.traces.append(trace)
             if on_trace is not None:
                 on_trace(trace)
-        for reason in group.left.values():
+        for reason in group.unusable.values():
             episode.errors.append(traces.Error(type="SessionFailed", message=reason))
         episode.ok = bool(episode.traces)
         return episode
 
     def _task(self, task: Any, ctx: Any) -> Any:
         row = task.data.model_dump(mode="json")
-        prompt = row.get("prompt")
-        if row.get("system_prompt"):
-            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-            prompt = [{"role": "system", "content": row["system_prompt"]}, *said]
+        prompt = with_system_prompt(row.get("prompt"), row.get("system_prompt"))
         made = self.template.task(row, prompt=prompt, name="verifiers", samples=1)
-        asked = {name: getattr(ctx.sampling, name, None) for name in _SAMPLING}
-        sampling = {name: value for name, value in asked.items() if value is not None}
-        settings = made.settings | {"sampling": made.settings.get("sampling", {}) | sampling}
-        return made.model_copy(update={"settings": settings})
+        return with_sampling(made, {name: getattr(ctx.sampling, name, None) for name in _SAMPLING})
 
 
 def towline_env(template: TaskTemplate | Path | str, url: str | None = None) -> type:
-    """An environment class for verifiers; `TOWLINE_URL` and `TOWLINE_KEY` say where the service is if `url` does not."""
+    """An environment class for verifiers. The service defaults to `TOWLINE_URL` and `TOWLINE_KEY`."""
     base = importlib.import_module("verifiers.v1.envs.single_agent").SingleAgentEnv
-    read = template if isinstance(template, TaskTemplate) else TaskTemplate.read(template)
-    return type("TowlineEnv", (Episodes, base), {"template": read, "url": url, "__doc__": __doc__})
+    fields = {"template": TaskTemplate.read(template), "url": url, "__doc__": __doc__}
+    return type("TowlineEnv", (SessionEpisodes, base), fields)
+
+
+# The stable names of these for users' code.
+Episodes = SessionEpisodes

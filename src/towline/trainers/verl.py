@@ -1,9 +1,9 @@
-"""verl: trajectories as a `DataProto`, one session as an `AgentLoopOutput`, and an agent loop that runs one.
+"""verl: trajectories as a `DataProto`, a session as an `AgentLoopOutput`, and an agent loop that runs one.
 
-verl compares rows: its GRPO estimator takes every row of a `uid` for one sample, and the only row of a `uid` for better than
-nothing. So a session is one row here, sessions without a score are left out, and so are groups that are left with fewer than
-two; all of them are counted. Rows are padded, prompts on the left and responses on the right, and never cut: one that does
-not fit is an error.
+verl compares rows: its GRPO estimator counts every row of a `uid` as one sample, and trains on the only row of a `uid` with
+its raw reward. So a session is one row here; sessions without a score and groups left with fewer than two are excluded and
+counted. Prompts are padded on the left and responses on the right; rows are never truncated: one that does not fit is an
+error.
 """
 
 from __future__ import annotations
@@ -14,18 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from towline.client import AsyncClient
-from towline.errors import ConfigError, TowlineError
+from towline.errors import ConfigError
 from towline.schema import Trajectory
-from towline.trainers.groups import run_group
-from towline.trainers.packing import (
-    Dropped,
-    ExtraTraces,
-    SplitRow,
-    check_temperature,
-    common_temperature,
-    grouped_rows,
-    one_row,
-)
+from towline.trainers import packing
+from towline.trainers.packing import SessionFailed
 from towline.trainers.templates import TaskTemplate
 
 if TYPE_CHECKING:
@@ -34,38 +26,34 @@ if TYPE_CHECKING:
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 
-class SessionFailed(TowlineError):
-    """A session cannot be learned from, and verl has no way to leave one out."""
-
-
 def data_proto(
     groups: Mapping[str, Sequence[Trajectory]],
     *,
     pad_token_id: int,
-    extra_traces: ExtraTraces = "error",
-    dropped: Dropped,
+    extra_traces: packing.ExtraTraces = "error",
+    dropped: packing.Dropped,
     prompt_length: int | None = None,
     response_length: int | None = None,
 ) -> DataProto:
-    """One row a session, `uid` the group; lengths default to the longest of the batch.
+    """One row per session, with the group as `uid`; lengths default to the longest of the batch.
 
-    `token_level_scores` holds the reward at the last token of the response, as verl has it.
+    `token_level_scores` holds the reward at the last token of the response, as verl expects.
     """
     import torch
     from verl import DataProto
 
-    rows = grouped_rows(groups, extra_traces, dropped)
+    rows = packing.grouped_rows(groups, extra_traces, dropped)
     if not rows:
-        raise ConfigError("none of the groups has two scored sessions: there is nothing for verl to compare")
-    temperature = common_temperature(rows)
-    prompts_to = _fitting([row.start for row in rows], prompt_length, "prompt")
-    responses_to = _fitting([len(row.trace.token_ids) - row.start for row in rows], response_length, "response")
+        raise ConfigError("no group has two scored sessions, so verl has nothing to compare")
+    temperature = packing.batch_temperature(rows)
+    prompt_width = _width([row.start for row in rows], prompt_length, "prompt")
+    response_width = _width([len(row.trace.token_ids) - row.start for row in rows], response_length, "response")
 
     def left(lists: Sequence[Sequence[int]], fill: int) -> Tensor:
-        return torch.tensor([[fill] * (prompts_to - len(one)) + list(one) for one in lists])
+        return torch.tensor([[fill] * (prompt_width - len(one)) + list(one) for one in lists])
 
     def right(lists: Sequence[Sequence[float]], fill: float, kind: torch.dtype) -> Tensor:
-        return torch.tensor([list(one) + [fill] * (responses_to - len(one)) for one in lists], dtype=kind)
+        return torch.tensor([list(one) + [fill] * (response_width - len(one)) for one in lists], dtype=kind)
 
     prompts = left([row.prompt_ids for row in rows], pad_token_id)
     responses = right([row.response_ids for row in rows], pad_token_id, torch.int64)
@@ -97,8 +85,8 @@ def data_proto(
     )
 
 
-def agent_loop_output(row: SplitRow) -> AgentLoopOutput:
-    """One session, as verl's agent loops return it."""
+def agent_loop_output(row: packing.SplitRow) -> AgentLoopOutput:
+    """One session in the shape that verl's agent loops return."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     versions = row.trace.policy_versions[row.trace.loss_mask == 1]
@@ -122,8 +110,8 @@ class TowlineAgentLoop:
     """An agent loop: one row of verl's dataset is one session of a harness.
 
     Name it in the file of `actor_rollout_ref.rollout.agent.agent_loop_config_path`, with the service's `url` and the path of
-    a task `template` (see `TaskTemplate`). The service's engine must be the one whose weights verl updates. A session that
-    cannot be learned from is an error, since verl has no row that counts for nothing.
+    a task `template` (see `TaskTemplate`). The service's engine must be the one whose weights verl updates. An unusable
+    session is an error, since verl cannot mask a whole row.
     """
 
     def __init__(
@@ -131,31 +119,33 @@ class TowlineAgentLoop:
         *,
         template: str,
         url: str | None = None,
-        extra_traces: ExtraTraces = "error",
+        extra_traces: packing.ExtraTraces = "error",
         within: float | None = None,
         **_: Any,
     ):
         self.template = TaskTemplate.read(template)
         self.url = url
-        self.extra_traces: ExtraTraces = extra_traces
+        self.extra_traces: packing.ExtraTraces = extra_traces
         self.within = within
-        self.dropped = Dropped()
+        self.dropped = packing.Dropped()
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
         task = self.template.task(row, prompt=row.get("raw_prompt"), name="verl", samples=1)
         async with AsyncClient(self.url) as client:
-            group = await run_group(client, task, within=self.within)
+            group = await packing.run_group(client, task, within=self.within)
         for trajectory in group.sessions:
-            found = one_row(trajectory, self.extra_traces, self.dropped)
-            if found is not None:
-                check_temperature(found, sampling_params.get("temperature"))
-                return agent_loop_output(found)
-        reasons = "; ".join(group.left.values()) or "none of its turns is of the main conversation"
-        raise SessionFailed(f"task {task.task_id} gave no session to learn from: {reasons}")
+            kept = packing.one_row(trajectory, self.extra_traces, self.dropped)
+            if kept is not None:
+                packing.check_temperature(kept, sampling_params.get("temperature"))
+                return agent_loop_output(kept)
+        reasons = "; ".join(group.unusable.values()) or "none of its turns is of the main conversation"
+        raise SessionFailed(f"task {task.task_id} has no usable session: {reasons}")
 
 
-def _fitting(lengths: Sequence[int], wanted: int | None, what: str) -> int:
+def _width(lengths: Sequence[int], wanted: int | None, what: str) -> int:
     longest = max(lengths)
     if wanted is not None and longest > wanted:
-        raise ConfigError(f"a {what} has {longest} tokens and {what}_length is {wanted}: rows are never cut, raise it")
+        raise ConfigError(
+            f"a {what} has {longest} tokens, but {what}_length is {wanted}: rows are never truncated; increase it"
+        )
     return wanted or longest

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from vllm_server import STEERABLE, Server, make_model, serving
 
+from support.engines.vllm_server import STEERABLE, Server, make_model, serving
 from towline.engines.vllm import VllmEngine
 
 _MEASURED: list[str] = []

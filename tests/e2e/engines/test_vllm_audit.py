@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_rows import BOUND
-from vllm_server import Server, shape
-
-from towline.audit import AuditOptions, models, run
+from support.engines.torch_rows import BOUND
+from support.engines.vllm_server import Server, shape
+from towline.audit import AuditOptions, run
+from towline.audit.engine import weights_folder, write_versions
 from towline.engines.vllm import VllmEngine
 from towline.schema import BuilderName
 
@@ -26,8 +26,8 @@ async def test_no_token_drifts_and_every_logprob_is_that_of_a_forward_pass(
         engine = VllmEngine(server.url)
         await engine.start()
         version = engine.version + 2 - engine.version % 2
-        models.note_versions(folder, version)
-        await engine.update_weights(models.weights(folder, version), version)
+        write_versions(folder, version)
+        await engine.update_weights(weights_folder(folder, version), version)
         return engine
 
     options = AuditOptions(

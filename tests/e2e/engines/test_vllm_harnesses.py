@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from driven_engine import THOUGHT, DrivenEngine
-from gateway_rig import assert_one_chain
-from harness_rig import assert_exact, assert_journey, bench, qwen3
-from harness_scripts import ANSWER, journey
-from torch_rows import BOUND, differences
-from vllm_server import CONTEXT
 
+from support.engines.driven_engine import THOUGHT, DrivenEngine
+from support.engines.torch_rows import BOUND, differences
+from support.engines.vllm_server import CONTEXT
+from support.gateway.gateway_rig import assert_one_chain
+from support.harnesses.harness_rig import assert_exact, assert_journey, bench, qwen3
+from support.harnesses.harness_scripts import ANSWER, journey
 from towline.engines.vllm import VllmEngine
 
 

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from conversing import converse, sampled
-from gateway_rig import CONTROL_KEY, logged_errors
-from harness_rig import qwen3
-from torch_rows import BOUND, differences
-from vllm_server import STEERABLE, Server, served
 
+from support.engines.conversation_driver import converse, sampled
+from support.engines.torch_rows import BOUND, differences
+from support.engines.vllm_server import STEERABLE, Server, served
+from support.gateway.gateway_rig import CONTROL_KEY, logged_errors
+from support.harnesses.harness_rig import qwen3
 from towline.config import GatewaySettings
 from towline.engines.base import MOVED
-from towline.engines.pool import Pool
+from towline.engines.pool import EnginePool
 from towline.engines.vllm import VllmEngine
 from towline.gateway.gateway import Gateway
-from towline.gateway.server import serving
+from towline.gateway.server import serve_gateway
 from towline.schema import EndReason
 
 SESSIONS, TURNS, TOKENS = 6, 3, 96
@@ -29,11 +29,11 @@ async def test_a_replica_that_is_killed_under_load_fails_no_session(
 ) -> None:
     async with served(sets[0], tmp_path / "vllm.log", *STEERABLE) as mortal:
         lasting, dying = VllmEngine(server.url), VllmEngine(mortal.url)
-        pool = Pool({"lasting": lasting, "dying": dying}, interval=0.5)
+        pool = EnginePool({"lasting": lasting, "dying": dying}, interval=0.5)
         gateway = Gateway(pool, qwen3(), GatewaySettings(port=0, control_port=0, data=tmp_path / "gateway"))
         names = [f"s{n}" for n in range(SESSIONS)]
         with logged_errors() as errors:
-            async with serving(gateway, CONTROL_KEY) as running:
+            async with serve_gateway(gateway, CONTROL_KEY) as running:
                 sessions = asyncio.gather(*(converse(running, gateway, name, TURNS, TOKENS) for name in names))
                 await sampled(dying, TOKENS, sessions)
                 assert not sessions.done()

@@ -8,14 +8,14 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from torch_rows import BOUND
-from vllm_server import CONTEXT, STEERABLE, served
 
+from support.engines.torch_rows import BOUND
+from support.engines.vllm_server import CONTEXT, STEERABLE, served
 from towline import assets
-from towline.audit.measure import logprobs
+from towline.audit.evidence import logprobs
 from towline.conversation import Finish
 from towline.engines.base import SampleRequest
-from towline.engines.embedded import load
+from towline.engines.embedded import load_decoder
 from towline.engines.vllm import VllmEngine
 from towline.errors import EngineError
 from towline.tokens.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ PROMPT = np.random.default_rng(7).integers(0, 150_000, 300).astype(np.int32)
 
 def scored(folder: Path, ids: np.ndarray) -> np.ndarray:
     row = np.concatenate([PROMPT, ids])
-    return logprobs(load(folder), row, np.arange(len(PROMPT), len(row)))
+    return logprobs(load_decoder(folder), row, np.arange(len(PROMPT), len(row)), np.ones(len(row), np.float32))
 
 
 async def check_sampling(engine: VllmEngine, folder: Path, *, cached: bool) -> None:

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from conversing import converse, sampled
-from gateway_rig import CONTROL_KEY, logged_errors
-from harness_rig import qwen3
-from torch_rows import BOUND, distances
 
+from support.engines.conversation_driver import converse, sampled
+from support.engines.torch_rows import BOUND, distances
+from support.gateway.gateway_rig import CONTROL_KEY, logged_errors
+from support.harnesses.harness_rig import qwen3
 from towline.config import GatewaySettings
 from towline.engines.vllm import VllmEngine
 from towline.gateway.gateway import Gateway
-from towline.gateway.server import serving
+from towline.gateway.server import serve_gateway
 from towline.schema import EndReason
 
 SESSIONS, TURNS, TOKENS = 4, 3, 96
@@ -32,7 +32,7 @@ async def test_every_token_carries_the_version_that_gave_it(
     gateway = Gateway(engine, qwen3(), GatewaySettings(port=0, control_port=0, data=tmp_path))
     names = [f"s{n}" for n in range(SESSIONS)]
     with logged_errors() as errors:
-        async with serving(gateway, CONTROL_KEY) as running:
+        async with serve_gateway(gateway, CONTROL_KEY) as running:
             sessions = asyncio.gather(*(converse(running, gateway, name, TURNS, TOKENS) for name in names))
             each = SESSIONS * TURNS * TOKENS // 3
             for version in (1, 2):

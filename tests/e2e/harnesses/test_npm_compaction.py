@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness_rig import Bench, assert_exact, bench, reasons
-from harness_scripts import ANSWER, SUMMARY, command_tool, position, summarising
-
+from support.harnesses.harness_rig import Bench, assert_exact, bench, reasons
+from support.harnesses.harness_scripts import ANSWER, SUMMARY, command_tool, position, summarising
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say, example_arguments
 from towline.schema import ForkReason, Trajectory, TurnRole

@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gateway_rig import assert_one_chain
-from harness_rig import assert_exact, assert_journey, assert_main_chain, bench, reasons
-from harness_scripts import ANSWER
 
+from support.gateway.gateway_rig import assert_one_chain
+from support.harnesses.harness_rig import assert_exact, assert_journey, assert_main_chain, bench, reasons
+from support.harnesses.harness_scripts import ANSWER
 from towline.schema import ForkReason, TurnRole
 
 ODD = "-p is no option here; \"$HOME\" & `id` is $(text), \\n is no newline.\n\n- 'one'\n- two é日 {x}"

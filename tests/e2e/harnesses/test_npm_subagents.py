@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness_rig import assert_exact, assert_main_chain, bench, reasons
-from harness_scripts import ANSWER, DELEGATE, STEPS, delegating
 
+from support.harnesses.harness_rig import assert_exact, assert_main_chain, bench, reasons
+from support.harnesses.harness_scripts import ANSWER, DELEGATE, STEPS, delegating
 from towline.schema import ForkReason, TurnRole
 
 CASES = {

@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from gateway_rig import assert_one_chain
-from harness_rig import assert_exact, assert_journey, bench, reasons
-from harness_scripts import ANSWER, journey
-
+from support.gateway.gateway_rig import assert_one_chain
+from support.harnesses.harness_rig import assert_exact, assert_journey, bench, reasons
+from support.harnesses.harness_scripts import ANSWER, journey
 from towline.conversation import Request
 from towline.engines.scripted import Say
 from towline.schema import ForkReason

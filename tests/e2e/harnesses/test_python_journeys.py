@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import assert_one_chain
-from harness_rig import assert_exact, assert_journey, bench, reasons
-from harness_scripts import ANSWER, command_tool, journey
 
+from support.gateway.gateway_rig import assert_one_chain
+from support.harnesses.harness_rig import assert_exact, assert_journey, bench, reasons
+from support.harnesses.harness_scripts import ANSWER, command_tool, journey
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say, Script, example_arguments
 from towline.schema import ForkReason

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from towline import tiny
+from towline.demo import tiny_model
 from towline.demo.training import Training, train
-from towline.trainers.metrics import read
+from towline.trainers.grpo.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.create(tmp_path_factory.mktemp("models") / "tiny")
+    return tiny_model.create(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def learn(model: Path, folder: Path, training: Training) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_success_on_held_out_questions_rises(model: Path, tmp_path: Path) -> Non
     assert after["success"] >= 0.75
     assert after["sessions_used"] == training.steps * training.groups * training.samples
     # Rollouts went on while the learner learned, and each token's record is the learner's own logprob.
-    assert max(line.get("staleness", 0.0) for line in read(tmp_path / "run")) > 0
+    assert max(line.get("staleness", 0.0) for line in read_metrics(tmp_path / "run")) > 0
     assert found["worst_own_logprob"] < 1e-3
     assert found["max_abs_dlogp"] < 1e-4
 

@@ -1,4 +1,4 @@
-"""Record what real agent programs send, as small JSON fixtures beside this file.
+"""Record what real agent programs send, as small JSON fixtures next to this file.
 
     python tests/tokens/recorded/record.py NAME…
 
@@ -31,8 +31,8 @@ sys.path[:0] = [str(HERE.parents[1] / "gateway")]
 
 import aiohttp  # noqa: E402
 from aiohttp import web  # noqa: E402
-from gateway_rig import running_gateway  # noqa: E402
 
+from support.gateway.gateway_rig import running_gateway  # noqa: E402
 from towline import assets  # noqa: E402
 from towline.conversation import Request, ToolCall  # noqa: E402
 from towline.engines.scripted import Say  # noqa: E402

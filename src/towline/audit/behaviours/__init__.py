@@ -1,13 +1,15 @@
-"""What harnesses do to a conversation, one function each, with what the specification expects of it.
+"""What harnesses do to a conversation: one function per behaviour, with what the specification expects of it.
 
-`continuing` holds what must stay one chain, `prompting` the same for prompts and sampling, `telling` for what only some
-dialects can say; `forking` holds what must not, `editing` histories in other words, `agents` several agents in a session;
-`serving` is what happens around a conversation: retries, dead connections and weights that change. To add a behaviour,
-write a function that acts it on a `Play`, returns what is `Expected`, and is decorated with `behaviour`; the audit finds
-it by itself.
+- `continuing`: the conversation must stay one chain; `prompting`: the same for changed prompts and sampling;
+  `wire_features`: the same for features of single dialects.
+- `forking`: a new chain with a recorded reason; `agents`: several agents in one session.
+- `serving`: retries, lost connections and weight updates.
+
+To add a behaviour, write a function that plays it on a `SimulatedHarness` and returns what is `Expected`, and decorate it
+with `behaviour`.
 """
 
-from towline.audit.behaviours import agents, continuing, editing, forking, prompting, serving, telling
+from towline.audit.behaviours import agents, continuing, forking, prompting, serving, wire_features
 from towline.audit.behaviours.registry import CAPTURES, Behaviour, Capture, behaviours
 
 __all__ = [
@@ -17,9 +19,8 @@ __all__ = [
     "agents",
     "behaviours",
     "continuing",
-    "editing",
     "forking",
     "prompting",
     "serving",
-    "telling",
+    "wire_features",
 ]

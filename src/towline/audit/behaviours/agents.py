@@ -1,4 +1,4 @@
-"""Several agents in one session that no header tells apart: who continues the task, and who works for it."""
+"""Several agents in one session that no header identifies: which continue the task, and which are sub-agents."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 from towline.audit import content
 from towline.audit.behaviours.registry import behaviour
-from towline.audit.play import Expected, Play, Thread
+from towline.audit.simulation import ChatThread, Expected, SimulatedHarness
 
 
 @behaviour("tools")
-async def last_answer_without_tools(play: Play) -> Expected:
-    """Asks for the last answer without offering tools; it is the task's answer all the same."""
-    thread = play.thread()
+async def last_answer_without_tools(harness: SimulatedHarness) -> Expected:
+    """Requests the final answer without declaring tools; it is still the task's answer."""
+    thread = harness.thread()
     await thread.work(2)
     thread.tools = []
     await thread.finish()
@@ -20,9 +20,9 @@ async def last_answer_without_tools(play: Play) -> Expected:
 
 
 @behaviour("system", "tools")
-async def handed_off(play: Play) -> Expected:
-    """Hands the conversation to an agent with another system prompt, which has the history and gives the answer."""
-    thread = play.thread()
+async def handed_off(harness: SimulatedHarness) -> Expected:
+    """Hands the conversation, with its history, to an agent with another system prompt, which gives the answer."""
+    thread = harness.thread()
     await thread.work(2)
     after = thread.copy()
     after.history[0] = {"role": "system", "content": "You finish what others began."}
@@ -32,36 +32,36 @@ async def handed_off(play: Play) -> Expected:
 
 
 @behaviour("system", "tools")
-async def handed_off_to_another_name(play: Play) -> Expected:
-    """The same, and the second agent calls the model by another name, which the policy answers to."""
-    thread = play.thread()
+async def handed_off_to_another_name(harness: SimulatedHarness) -> Expected:
+    """The same, but the second agent uses another model name, which also routes to the policy."""
+    thread = harness.thread()
     await thread.work(2)
     after = thread.copy()
     after.history[0] = {"role": "system", "content": "You finish what others began."}
-    after.follow(await after.reply(play.step(), model="finisher"))
-    await after.reply(play.answer(), model="finisher")
+    after.follow(await after.reply(harness.step(), model="finisher"))
+    await after.reply(harness.answer(), model="finisher")
     return Expected(chains=2, forks={"system_changed": 1}, roles={"main": 4})
 
 
 @behaviour()
-async def other_names(play: Play) -> Expected:
-    """Calls the model by another name in every request."""
-    thread = play.thread()
+async def other_names(harness: SimulatedHarness) -> Expected:
+    """Uses another model name in every request."""
+    thread = harness.thread()
     for name in ("first", "second", "first"):
-        thread.follow(await thread.reply(play.step(), model=name))
-    await thread.reply(play.answer(), model="third")
+        thread.follow(await thread.reply(harness.step(), model=name))
+    await thread.reply(harness.answer(), model="third")
     return Expected(roles={"main": 4})
 
 
 @behaviour("system", "tools")
-async def subagent_without_headers(play: Play) -> Expected:
-    """Runs a sub-agent as a tool: it begins while the call is open, and its answer is the result."""
-    main = play.thread()
+async def subagent_without_headers(harness: SimulatedHarness) -> Expected:
+    """Runs a sub-agent as a tool: it starts while the call is pending, and its answer is the result."""
+    main = harness.thread()
     await main.work(1)
-    called = await main.reply(play.step())
+    called = await main.reply(harness.step())
     caller = main.last
-    helper = _helper(play)
-    numbers = await _worked(helper)
+    helper = _subagent(harness)
+    numbers = await _work_and_answer(helper)
     main.follow(called)
     await main.finish()
     return Expected(
@@ -73,12 +73,14 @@ async def subagent_without_headers(play: Play) -> Expected:
 
 
 @behaviour("system", "tools", "parallel")
-async def subagents_in_parallel(play: Play) -> Expected:
-    """Runs two sub-agents at the same time, each for a call of the same turn."""
-    main = play.thread()
-    called = await main.reply(play.step(calls=2))
+async def subagents_in_parallel(harness: SimulatedHarness) -> Expected:
+    """Runs two sub-agents concurrently, each for a call of the same turn."""
+    main = harness.thread()
+    called = await main.reply(harness.step(calls=2))
     caller = main.last
-    first, second = await asyncio.gather(_worked(_helper(play.aside())), _worked(_helper(play.aside())))
+    first, second = await asyncio.gather(
+        _work_and_answer(_subagent(harness.concurrent())), _work_and_answer(_subagent(harness.concurrent()))
+    )
     main.follow(called)
     await main.finish()
     return Expected(
@@ -89,14 +91,14 @@ async def subagents_in_parallel(play: Play) -> Expected:
     )
 
 
-def _helper(play: Play) -> Thread:
-    return play.thread(system=content.REVIEWER, task=content.sentence(play.random, 4, 8))
+def _subagent(harness: SimulatedHarness) -> ChatThread:
+    return harness.thread(system=content.REVIEWER, task=content.sentence(harness.random, 4, 8))
 
 
-async def _worked(thread: Thread) -> list[int]:
-    """The numbers of the requests of an agent that works and answers."""
+async def _work_and_answer(thread: ChatThread) -> list[int]:
+    """Let an agent work and answer; returns its request numbers."""
     numbers = []
-    for line in (thread.play.step(), thread.play.step(), thread.play.answer()):
+    for line in (thread.harness.step(), thread.harness.step(), thread.harness.answer()):
         message = await thread.reply(line)
         if thread.last is not None:
             numbers.append(thread.last)

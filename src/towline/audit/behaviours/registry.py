@@ -1,4 +1,4 @@
-"""The list of behaviours."""
+"""The registry of behaviours."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from towline.audit.play import Expected, Play
-from towline.audit.tongues import DIALECTS
+from towline.audit.clients import DIALECTS
+from towline.audit.simulation import Expected, SimulatedHarness
 
 Capture = Literal["exact", "plain", "as_sent"]
-"""How a conversation is played: see `runner`."""
+"""How a conversation is played; see `runner`."""
 CAPTURES: tuple[Capture, ...] = ("exact", "plain", "as_sent")
 SAMPLED: tuple[Capture, ...] = ("exact", "plain")
-"""For behaviours whose prompts a plain server never shows: their point is what the gateway keeps."""
-Act = Callable[[Play], Awaitable[Expected]]
+"""For behaviours whose prompts no plain server would show: they test what the gateway keeps."""
+Act = Callable[[SimulatedHarness], Awaitable[Expected]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +25,21 @@ class Behaviour:
     act: Act
     about: str
     needs: frozenset[str] = frozenset()
-    """Abilities that a target must have."""
+    """Capabilities that a target must have."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the session."""
+    """Session settings."""
     free: bool = False
     """Some of its replies may be sampled by the model itself."""
     split: float | None = None
-    """The share of tokens to split, where it matters."""
+    """Share of tokens to split, if it matters."""
     updates: bool = False
-    """Changes the engine's weights, under everybody's feet."""
+    """Updates the engine's weights, which affects all concurrent conversations."""
     dialects: tuple[str, ...] = DIALECTS
-    """Those in which it can be told."""
+    """Dialects that can express it."""
     captures: tuple[Capture, ...] = CAPTURES
     """How it is played."""
     most: int | None = None
-    """How many conversations of it an audit has at most, where one takes long."""
+    """Maximum number of conversations per audit, for slow behaviours."""
 
 
 _ALL: dict[str, Behaviour] = {}
@@ -55,7 +55,7 @@ def behaviour(
     captures: tuple[Capture, ...] = CAPTURES,
     most: int | None = None,
 ) -> Callable[[Act], Act]:
-    """Put a function on the list, under its own name."""
+    """Register a function as a behaviour under its own name."""
 
     def register(act: Act) -> Act:
         name, about = act.__name__, (act.__doc__ or "").strip()
@@ -69,5 +69,5 @@ def behaviour(
 
 
 def behaviours() -> dict[str, Behaviour]:
-    """All of them by name, in the order of the table in the specification."""
+    """All behaviours by name, in the order of registration."""
     return dict(_ALL)

@@ -1,6 +1,6 @@
 """The shape of a decoder, read from and written to a Hugging Face `config.json`.
 
-Invariant: whatever a config asks for that the decoder would not compute faithfully (another activation, sliding
+Invariant: whatever a config specifies that the decoder would not compute faithfully (another activation, sliding
 windows, quantised weights, an unknown rotary scaling) is refused here, so a model that loads is the model that was
 saved.
 """
@@ -16,12 +16,12 @@ from typing import Any
 from towline.errors import ConfigError
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
-"""The model types that are understood, with their Hugging Face class."""
+"""Supported model types, with their Hugging Face class."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for long contexts."""
+    """How rotary frequencies are scaled for long contexts."""
 
     kind: str
     """`linear` or `llama3`."""
@@ -29,7 +29,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
-    """The context before stretching; only `llama3` uses this and the two factors above."""
+    """The context before scaling; only `llama3` uses this and the two factors above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class DecoderConfig:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
@@ -101,7 +101,7 @@ class DecoderConfig:
         model_type = str(data.get("model_type", ""))
         if model_type not in FAMILIES:
             raise ConfigError(f"model_type {model_type!r} is not one of {', '.join(sorted(FAMILIES))}")
-        _refuse_what_is_not_computed(data)
+        _refuse_unsupported(data)
         try:
             hidden, heads = int(data["hidden_size"]), int(data["num_attention_heads"])
             theta, scaling = _rope(data)
@@ -131,7 +131,7 @@ class DecoderConfig:
             raise ConfigError(f"a field cannot be used: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
-        """What Hugging Face reads back as the same model."""
+        """The fields from which Hugging Face reads back the same model."""
         data: dict[str, Any] = {
             "architectures": [FAMILIES[self.model_type]],
             "model_type": self.model_type,
@@ -165,7 +165,7 @@ class DecoderConfig:
         return data
 
 
-def _refuse_what_is_not_computed(data: Mapping[str, Any]) -> None:
+def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     activation = data.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"hidden_act {activation!r} is not supported, only 'silu'")

@@ -1,9 +1,9 @@
 """The embedded engine: a decoder in this process, behind the interface of every other engine.
 
-The asyncio side checks a request, makes a `Turn` of it and waits on a future; the step loop does the rest in its own
-thread. Nothing that a caller sends can reach the loop unchecked.
+The asyncio side checks a request, turns it into an `EngineTurn` and waits on a future; the step loop does the rest in its
+own thread. Nothing that a caller sends can reach the loop unchecked.
 
-Invariant: the engine owns a copy of its weights. Training the decoder it was made from, or writing to its folder,
+Invariant: the engine owns a copy of its weights. Training the decoder it was created from, or writing to its folder,
 changes nothing until `update_weights`.
 """
 
@@ -21,24 +21,31 @@ import numpy as np
 import torch
 
 from towline.conversation import Finish
-from towline.engines.base import Capture, ContextExceeded, EngineInfo, Ids, Load, PauseMode, Sample, SampleRequest
+from towline.engines.base import (
+    CaptureLevel,
+    EngineInfo,
+    EngineLoad,
+    Ids,
+    PauseMode,
+    Sample,
+    SampleRequest,
+)
 from towline.engines.embedded.cache import RadixCache
 from towline.engines.embedded.config import DecoderConfig
-from towline.engines.embedded.loop import Stats, StepLoop
-from towline.engines.embedded.model import Decoder, load
-from towline.engines.embedded.runner import Runner, Weights
-from towline.engines.embedded.sampler import Sampler
-from towline.engines.embedded.scheduler import Scheduler
-from towline.engines.embedded.turn import Turn
-from towline.engines.holds import Gate, Holds
-from towline.engines.stops import StopStrings
+from towline.engines.embedded.loop import EmbeddedStats, StepLoop
+from towline.engines.embedded.model import Decoder, load_decoder
+from towline.engines.embedded.runner import ModelRunner, RunnerWeights, Sampler
+from towline.engines.embedded.scheduler import StepScheduler
+from towline.engines.embedded.turn import EngineTurn
+from towline.engines.stalls import PauseGate, PauseState
+from towline.engines.stop_strings import StopStrings
 from towline.engines.validation import check_sample
 from towline.errors import ConfigError, EngineError
 
 T = TypeVar("T")
 log = logging.getLogger("towline.engines")
-SMALLEST_TEMPERATURE = 1e-6
-_ENDING = 60.0
+MIN_TEMPERATURE = 1e-6
+_CLOSE_TIMEOUT = 60.0
 """Seconds that a step may still take when the engine is closed."""
 
 
@@ -63,8 +70,8 @@ class EmbeddedEngine:
         `decode`: ids to text, called from the engine's thread; needed for stop strings only.
         `max_batch`: how many turns run at once.
         `max_cached_tokens`: slots of the key-value pool, for running turns and cached prefixes together.
-        `context`: the longest prompt plus sample; by default what the model and the pool allow.
-        `threads`: of torch, in the engine's thread; by default as many as torch uses where the engine is made.
+        `context`: the longest prompt plus sample; default: what the model and the pool allow.
+        `threads`: of torch, in the engine's thread; default: as many as torch uses in the creating thread.
         `seed`: makes turns without a seed of their own reproducible in order of arrival.
         `prefill_chunk`: prompt tokens computed in one step, shared by all turns.
         """
@@ -82,7 +89,7 @@ class EmbeddedEngine:
         self._prefill_chunk = prefill_chunk
         self._loop: StepLoop | None = None
         self._reading = asyncio.Lock()
-        self._gate = Gate()
+        self._gate = PauseGate()
         self._closed = False
 
     @property
@@ -97,25 +104,25 @@ class EmbeddedEngine:
             "prefix_caching": "on",
             "torch": torch.__version__,
         }
-        return EngineInfo("embedded", Capture.TOKENS, self._context, config.vocab_size, details)
+        return EngineInfo("embedded", CaptureLevel.TOKENS, self._context, config.vocab_size, details)
 
     @property
-    def holds(self) -> Holds:
-        return self._gate.holds
+    def pauses(self) -> PauseState:
+        return self._gate.pauses
 
     @property
     def version(self) -> int:
         return self._first_version if self._loop is None else self._loop.version
 
     @property
-    def stats(self) -> Stats:
-        """A snapshot."""
-        return Stats() if self._loop is None else self._loop.stats()
+    def stats(self) -> EmbeddedStats:
+        """A snapshot of the counters and the load."""
+        return EmbeddedStats() if self._loop is None else self._loop.stats()
 
-    async def load(self) -> Load:
+    async def load(self) -> EngineLoad:
         stats = self.stats
         usage = stats.used_slots / stats.slots if stats.slots else None
-        return Load(stats.running_turns, stats.waiting_turns, usage)
+        return EngineLoad(stats.running_turns, stats.waiting_turns, usage)
 
     async def start(self) -> None:
         async with self._reading:
@@ -125,7 +132,7 @@ class EmbeddedEngine:
                 return
             weights = await asyncio.to_thread(_read, self._model)
             try:
-                runner = Runner(weights, self._slots, self._context)
+                runner = ModelRunner(weights, self._slots, self._context)
             except RuntimeError as error:
                 raise EngineError(
                     f"no memory for {self._slots} cached tokens, lower max_cached_tokens: {error}"
@@ -133,14 +140,14 @@ class EmbeddedEngine:
             cache = RadixCache(self._slots, self._first_version)
             self._loop = StepLoop(
                 runner,
-                Scheduler(cache, self._max_batch, self._context, self._prefill_chunk),
+                StepScheduler(cache, self._max_batch, self._context, self._prefill_chunk),
                 Sampler(self._max_batch, self._config.vocab_size),
                 self._threads,
             )
             self._loop.start()
 
     async def sample(self, request: SampleRequest) -> Sample:
-        loop = self._running()
+        loop = self._started_loop()
         answer: asyncio.Future[Sample] = asyncio.get_running_loop().create_future()
         turn = self._turn(request, _resolver(answer))
         if turn.limit == 0:
@@ -148,19 +155,19 @@ class EmbeddedEngine:
             return turn.result()
         loop.post(lambda: loop.submit(turn))
         try:
-            with request.held_by(self.holds):
+            with request.suspended_while(self.pauses):
                 return check_sample(await answer, request, self._config.vocab_size)
         except asyncio.CancelledError:
-            with contextlib.suppress(EngineError):  # A closed engine has ended the turn already.
+            with contextlib.suppress(EngineError):  # A closed engine has already ended the turn.
                 loop.post(lambda: loop.cancel(turn))
             raise
 
     async def abort(self, ids: Sequence[str]) -> None:
-        loop, names = self._running(), frozenset(ids)
+        loop, names = self._started_loop(), frozenset(ids)
         await self._call(lambda: loop.abort(names))
 
     async def pause(self, mode: PauseMode = PauseMode.DRAIN, deadline: float | None = None) -> None:
-        loop = self._running()
+        loop = self._started_loop()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         resolve = _resolver(done)
         self._gate.clear()
@@ -168,20 +175,20 @@ class EmbeddedEngine:
         await done
 
     async def resume(self, version: int | None = None) -> None:
-        loop = self._running()
+        loop = self._started_loop()
         await self._call(lambda: loop.resume(version))
         self._gate.set()
 
     async def ready(self) -> None:
-        loop = self._running()
+        loop = self._started_loop()
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         resolve = _resolver(answer)
         loop.post(lambda: loop.when_ready(resolve))
         await answer
 
     async def update_weights(self, folder: Path | Decoder, version: int) -> None:
-        """Read the new weights while sampling goes on, then swap between two steps. A decoder is copied as it is."""
-        loop = self._running()
+        """Read the new weights while sampling continues, then swap between two steps. A decoder is copied as it is."""
+        loop = self._started_loop()
         async with self._reading:
             weights = await asyncio.to_thread(_read, folder)
             if weights.config != self._config:
@@ -191,10 +198,10 @@ class EmbeddedEngine:
     async def close(self) -> None:
         async with self._reading:
             self._closed = True
-            if self._loop is not None and not await asyncio.to_thread(self._loop.stop, _ENDING):
-                log.error("the embedded engine has not ended within %g s, and is left behind", _ENDING)
+            if self._loop is not None and not await asyncio.to_thread(self._loop.stop, _CLOSE_TIMEOUT):
+                log.error("the embedded engine has not ended within %g s and is left behind", _CLOSE_TIMEOUT)
 
-    def _running(self) -> StepLoop:
+    def _started_loop(self) -> StepLoop:
         if self._closed:
             raise EngineError("the embedded engine is closed")
         if self._loop is None:
@@ -216,27 +223,22 @@ class EmbeddedEngine:
                 raise
             resolve(None)
 
-        self._running().post(message)
+        self._started_loop().post(message)
         await done
 
-    def _turn(self, request: SampleRequest, deliver: Callable[[Sample | EngineError], None]) -> Turn:
+    def _turn(self, request: SampleRequest, deliver: Callable[[Sample | EngineError], None]) -> EngineTurn:
         """The checked form of a request."""
         vocabulary = self._config.vocab_size
         prompt = _checked(request.prompt, "prompt", vocabulary)
-        if len(prompt) == 0:
-            raise EngineError("the prompt is empty: at least one token is needed")
-        if len(prompt) > self._context:
-            raise ContextExceeded(f"the prompt has {len(prompt)} tokens, the context {self._context}")
-        if request.max_tokens < 0:
-            raise EngineError(f"max_tokens must not be negative, it is {request.max_tokens}")
-        if request.temperature and not SMALLEST_TEMPERATURE <= request.temperature < math.inf:
-            raise EngineError(f"temperature must be 0 or at least {SMALLEST_TEMPERATURE}, not {request.temperature}")
+        request.check(self._context)
+        if request.temperature and not MIN_TEMPERATURE <= request.temperature < math.inf:
+            raise EngineError(f"temperature must be 0 or at least {MIN_TEMPERATURE}, not {request.temperature}")
         if not 0.0 < request.top_p <= 1.0:
             raise EngineError(f"top_p must be above 0 and at most 1, not {request.top_p}")
         if request.top_k < 0:
             raise EngineError(f"top_k must not be negative, it is {request.top_k}")
         if request.stop_strings and self._decode is None:
-            raise EngineError("stop strings need the engine to be made with `decode`")
+            raise EngineError("stop strings need an engine that was created with `decode`")
         limit = min(request.max_tokens, self._context - len(prompt))
         forced: Ids | None = None
         if request.forced is not None:
@@ -253,7 +255,7 @@ class EmbeddedEngine:
         if forced is not None:
             tokens[len(prompt) :] = forced
         draws = request.temperature > 0 and forced is None
-        return Turn(
+        return EngineTurn(
             id=request.id,
             tokens=tokens,
             prompt=len(prompt),
@@ -266,18 +268,18 @@ class EmbeddedEngine:
             stops=StopStrings(request.stop_strings, self._decode) if request.stop_strings and self._decode else None,
             random=self._random(request.seed, len(prompt)) if draws else None,
             deliver=deliver,
-            beat=None if request.pulse is None else request.pulse.beat,
+            on_tokens=None if request.stall_detector is None else request.stall_detector.tokens_arrived,
         )
 
     def _random(self, seed: int | None, prompt: int) -> np.random.Generator:
-        """The draws of one turn. A turn that goes on after an abort has a longer prompt and so draws afresh."""
+        """The generator of one turn. A turn that continues after an abort has a longer prompt and so draws new numbers."""
         entropy = int(self._seeds.integers(1 << 63)) if seed is None else seed % (1 << 64)
         return np.random.Generator(np.random.PCG64((entropy, prompt)))
 
 
-def _read(source: Path | Decoder) -> Weights:
+def _read(source: Path | Decoder) -> RunnerWeights:
     try:
-        return Weights.of(source if isinstance(source, Decoder) else load(source))
+        return RunnerWeights.of(source if isinstance(source, Decoder) else load_decoder(source))
     except ConfigError as error:
         raise EngineError(str(error)) from error
 
@@ -285,7 +287,7 @@ def _read(source: Path | Decoder) -> Weights:
 def _checked(ids: Ids, name: str, vocabulary: int) -> Ids:
     array = np.asarray(ids)
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
-        raise EngineError(f"{name} must be one row of integer ids")
+        raise EngineError(f"{name} must be a one-dimensional array of integer ids")
     if len(array) and not 0 <= int(array.min()) <= int(array.max()) < vocabulary:
         raise EngineError(
             f"{name} has ids from {int(array.min())} to {int(array.max())}, the vocabulary has {vocabulary} ids"
@@ -294,7 +296,7 @@ def _checked(ids: Ids, name: str, vocabulary: int) -> Ids:
 
 
 def _resolver(future: asyncio.Future[T]) -> Callable[[T | EngineError], None]:
-    """A way to settle a future from another thread."""
+    """A callback that resolves a future from another thread."""
     loop = future.get_loop()
 
     def settle(value: T | EngineError) -> None:
@@ -306,7 +308,7 @@ def _resolver(future: asyncio.Future[T]) -> Callable[[T | EngineError], None]:
             future.set_result(value)
 
     def resolve(value: T | EngineError) -> None:
-        with contextlib.suppress(RuntimeError):  # The caller's event loop is closed: nobody waits any more.
+        with contextlib.suppress(RuntimeError):  # The caller's event loop is closed.
             loop.call_soon_threadsafe(settle, value)
 
     return resolve

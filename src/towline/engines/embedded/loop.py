@@ -1,11 +1,11 @@
 """The step loop: the one thread that computes.
 
 Everything else reaches it through `post`, a mailbox that is emptied between steps, so turns, cache and weights are only
-ever touched by this thread and need no locks. Results leave through the `deliver` of each turn.
+ever touched by this thread and need no locks. Results leave through the `deliver` callback of each turn.
 
 Invariants
-- A swap of weights happens between steps, after every turn that has begun was ended: no turn sees two versions.
-- Whatever fails inside a step fails the turns of that step, with a typed error; the loop goes on.
+- Weights are swapped between steps, after every turn in flight was ended: no turn sees two versions.
+- Whatever fails inside a step fails the turns of that step, with a typed error; the loop continues.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ import torch
 from torch import Tensor
 
 from towline.engines.base import PauseMode
-from towline.engines.embedded.runner import Runner, Weights
-from towline.engines.embedded.sampler import Sampler, score
-from towline.engines.embedded.scheduler import Piece, Plan, Scheduler
-from towline.engines.embedded.turn import Turn
+from towline.engines.embedded.runner import ModelRunner, RunnerWeights, Sampler, score
+from towline.engines.embedded.scheduler import StepPlan, StepScheduler, TokenChunk
+from towline.engines.embedded.turn import EngineTurn
 from towline.errors import EngineError
 
 SCORED_LOGITS = 1 << 24
-"""How many logits are held at once when forced ids are scored."""
-_BEGINNING = 60.0
-"""Seconds that the thread has to begin."""
+"""Most logits in memory at once when forced ids are scored."""
+_START_TIMEOUT = 60.0
+"""Seconds that the thread has to start."""
 
 
 @dataclass(slots=True)
-class Stats:
-    """What the engine has done since it started, and what it holds now."""
+class EmbeddedStats:
+    """Counters since the engine started, and its current load."""
 
     prefilled_tokens: int = 0
     """Prompt tokens computed."""
@@ -45,18 +44,18 @@ class Stats:
     """Tokens emitted, sampled or forced."""
     steps: int = 0
     preempted_turns: int = 0
-    """How often a turn gave up its slots because the pool was full."""
+    """How often a turn was preempted because the pool was full."""
     evicted_tokens: int = 0
     running_turns: int = 0
     waiting_turns: int = 0
     used_slots: int = 0
-    """Slots that turns in flight hold or protect; all others are free or can be freed."""
+    """Slots that turns in flight use or lease; all others are free or can be evicted."""
     slots: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Drain:
-    """Somebody who waits for the turns in flight to end."""
+    """A caller that waits for the turns in flight to end."""
 
     done: Callable[[None], None]
     deadline: float
@@ -65,18 +64,18 @@ class _Drain:
 class StepLoop:
     """All methods but `start`, `post`, `stop` and `stats` run on the loop's own thread."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, sampler: Sampler, threads: int):
+    def __init__(self, runner: ModelRunner, scheduler: StepScheduler, sampler: Sampler, threads: int):
         self._runner = runner
         self._scheduler = scheduler
         self._sampler = sampler
         self._threads = threads
-        self._totals = Stats()
+        self._totals = EmbeddedStats()
         self._paused = False
         self._drains: list[_Drain] = []
         self._ready: list[Callable[[EngineError | None], None]] = []
-        self._mail: deque[Callable[[], None]] = deque()
+        self._mailbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._began = threading.Event()
+        self._started = threading.Event()
         self._stopping = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="towline-embedded", daemon=True)
@@ -84,21 +83,21 @@ class StepLoop:
     def start(self) -> None:
         callers = torch.get_num_threads()
         self._thread.start()
-        if not self._began.wait(_BEGINNING):
-            raise EngineError(f"the embedded engine's thread has not begun within {_BEGINNING:g} s")
-        # Torch gives the number that was set last to every thread that is started later: put the caller's back.
+        if not self._started.wait(_START_TIMEOUT):
+            raise EngineError(f"the embedded engine's thread has not started within {_START_TIMEOUT:g} s")
+        # Torch gives the number that was set last to every thread started later: restore the caller's.
         torch.set_num_threads(callers)
 
     def post(self, message: Callable[[], None]) -> None:
-        """Have `message` run between two steps."""
+        """Run `message` between two steps."""
         with self._wake:
             if self._closed:
                 raise EngineError("the embedded engine is closed")
-            self._mail.append(message)
+            self._mailbox.append(message)
             self._wake.notify()
 
     def stop(self, patience: float) -> bool:
-        """End every turn and the thread; whether it is gone within so many seconds. It ends after the step it is at."""
+        """End every turn and the thread, after the current step; whether it ended within `patience` seconds."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -109,9 +108,9 @@ class StepLoop:
     def version(self) -> int:
         return self._scheduler.cache.version
 
-    def stats(self) -> Stats:
+    def stats(self) -> EmbeddedStats:
         scheduler, totals = self._scheduler, self._totals
-        return Stats(
+        return EmbeddedStats(
             prefilled_tokens=totals.prefilled_tokens,
             cached_tokens=scheduler.reused,
             decoded_tokens=totals.decoded_tokens,
@@ -124,27 +123,27 @@ class StepLoop:
             slots=scheduler.cache.capacity,
         )
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: EngineTurn) -> None:
         self._scheduler.submit(turn)
 
-    def cancel(self, turn: Turn) -> None:
-        """Drop a turn whose caller is gone."""
+    def cancel(self, turn: EngineTurn) -> None:
+        """Drop a turn whose caller was cancelled."""
         self._scheduler.remove(turn)
 
     def abort(self, names: frozenset[str]) -> None:
         self._abort(turn for turn in [*self._scheduler.running, *self._scheduler.waiting] if turn.id in names)
 
     def pause(self, mode: PauseMode, deadline: float | None, done: Callable[[None], None]) -> None:
-        """Begin no more turns; `done` is called once none is in flight."""
+        """Start no more turns; `done` is called once none is in flight."""
         self._paused = True
         if mode is PauseMode.ABORT:
-            self._abort(self._scheduler.begun)
+            self._abort(self._scheduler.in_flight)
         self._drains.append(_Drain(done, math.inf if deadline is None else time.monotonic() + deadline))
 
     def resume(self, version: int | None) -> None:
-        """Begin turns again. Under another version nothing that was computed before counts."""
+        """Start turns again. Under another version nothing that was computed before is reused."""
         if version is not None and version != self.version:
-            self._abort(self._scheduler.begun)
+            self._abort(self._scheduler.in_flight)
             self._scheduler.cache.invalidate(version)
         self._paused = False
         self._end_drains()
@@ -152,9 +151,9 @@ class StepLoop:
             notify(None)
         self._ready.clear()
 
-    def swap(self, weights: Weights, version: int) -> None:
-        """Put new weights in place; turns in flight end with what they have."""
-        self._abort(self._scheduler.begun)
+    def swap(self, weights: RunnerWeights, version: int) -> None:
+        """Replace the weights; turns in flight end with what they have."""
+        self._abort(self._scheduler.in_flight)
         self._scheduler.cache.invalidate(version)
         self._runner.weights = weights
 
@@ -165,37 +164,37 @@ class StepLoop:
             notify(None)
 
     def _run(self) -> None:
-        torch.get_num_threads()  # Makes torch take its default in this thread now, so that it does not do so later.
+        torch.get_num_threads()  # Torch applies its default to a thread on first use: do that first.
         torch.set_num_threads(self._threads)
-        self._began.set()
+        self._started.set()
         with torch.inference_mode():
             try:
                 while not self._stopping:
-                    self._read_mail()
+                    self._run_mailbox()
                     self._check_drains()
                     if not self._step():
                         with self._wake:
-                            self._wake.wait_for(lambda: self._mail or self._stopping)
+                            self._wake.wait_for(lambda: self._mailbox or self._stopping)
             finally:
-                # Also when a defect ends the loop: callers must get an answer rather than wait for ever.
+                # Also when a defect ends the loop: callers must get a result rather than wait for ever.
                 with self._wake:
                     self._closed = True
-                self._read_mail()
+                self._run_mailbox()
                 self._abort([*self._scheduler.running, *self._scheduler.waiting])
                 self._end_drains()
                 for notify in self._ready:
                     notify(EngineError("the embedded engine is closed"))
 
-    def _read_mail(self) -> None:
-        while self._mail:
-            self._mail.popleft()()
+    def _run_mailbox(self) -> None:
+        while self._mailbox:
+            self._mailbox.popleft()()
 
     def _check_drains(self) -> None:
         if not self._drains:
             return
         if any(drain.deadline <= time.monotonic() for drain in self._drains):
-            self._abort(self._scheduler.begun)
-        if not self._scheduler.begun:
+            self._abort(self._scheduler.in_flight)
+        if not self._scheduler.in_flight:
             self._end_drains()
 
     def _end_drains(self) -> None:
@@ -203,12 +202,12 @@ class StepLoop:
             drain.done(None)
         self._drains.clear()
 
-    def _abort(self, turns: Iterable[Turn]) -> None:
+    def _abort(self, turns: Iterable[EngineTurn]) -> None:
         for turn in list(turns):
             if self._scheduler.remove(turn):
                 turn.deliver(turn.result())
 
-    def _fail(self, turn: Turn, error: EngineError) -> None:
+    def _fail(self, turn: EngineTurn, error: EngineError) -> None:
         if self._scheduler.remove(turn, keep=False):
             turn.deliver(error)
 
@@ -220,59 +219,59 @@ class StepLoop:
         try:
             self._compute(plan)
         except Exception as error:
-            for piece in plan.pieces:
+            for chunk in plan.chunks:
                 failure = EngineError(f"the step failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
-                self._fail(piece.turn, failure)
+                self._fail(chunk.turn, failure)
         self._totals.steps += 1
-        # One thread computes for all: while it steps, those that wait for their turn are not stalled.
+        # One thread computes for all: while it steps, waiting turns are not stalled.
         for turn in [*self._scheduler.running, *self._scheduler.waiting]:
-            if turn.beat is not None:
-                turn.beat(0)
+            if turn.on_tokens is not None:
+                turn.on_tokens(0)
         return True
 
-    def _compute(self, plan: Plan) -> None:
-        drawing: list[Turn] = []
+    def _compute(self, plan: StepPlan) -> None:
+        drawing: list[EngineTurn] = []
         rows: list[int] = []
-        scoring: list[tuple[Piece, int]] = []
-        for piece in plan.pieces:
-            turn = piece.turn
-            if turn.forced and piece.stop > turn.first_output:
-                scoring.append((piece, max(piece.start, turn.first_output)))
-            elif not turn.forced and piece.stop == turn.goal:
+        scoring: list[tuple[TokenChunk, int]] = []
+        for chunk in plan.chunks:
+            turn = chunk.turn
+            if turn.forced and chunk.stop > turn.first_output:
+                scoring.append((chunk, max(chunk.start, turn.first_output)))
+            elif not turn.forced and chunk.stop == turn.goal:
                 drawing.append(turn)
-                rows.append(piece.offset + len(piece) - 1)
-            self._count(piece)
+                rows.append(chunk.offset + len(chunk) - 1)
+            self._count(chunk)
         hidden = self._runner.hidden(plan.batch)
-        for piece in plan.pieces:
-            self._scheduler.advance(piece)
+        for chunk in plan.chunks:
+            self._scheduler.advance(chunk)
         if drawing:
             logits = self._runner.logits(hidden[rows])
             for turn, token, logprob in zip(drawing, *self._sampler.draw(logits, drawing), strict=True):
-                self._take(turn, [token], [logprob])
-        for piece, first in scoring:
-            self._score(piece, first, hidden)
+                self._emit(turn, [token], [logprob])
+        for chunk, first in scoring:
+            self._score(chunk, first, hidden)
 
-    def _score(self, piece: Piece, first: int, hidden: Tensor) -> None:
-        """Score the forced ids that follow the positions from `first` to the end of the piece."""
-        turn = piece.turn
+    def _score(self, chunk: TokenChunk, first: int, hidden: Tensor) -> None:
+        """Score the forced ids after the positions from `first` to the end of the chunk."""
+        turn = chunk.turn
         block = max(1, SCORED_LOGITS // self._runner.weights.config.vocab_size)
-        for start in range(first, piece.stop, block):
-            stop = min(start + block, piece.stop)
-            row = piece.offset + start - piece.start
+        for start in range(first, chunk.stop, block):
+            stop = min(start + block, chunk.stop)
+            row = chunk.offset + start - chunk.start
             given = turn.tokens[start + 1 : stop + 1]
             logits = self._runner.logits(hidden[row : row + stop - start])
-            self._take(turn, given.tolist(), score(logits, torch.from_numpy(given).long(), turn))
+            self._emit(turn, given.tolist(), score(logits, torch.from_numpy(given).long(), turn))
             if turn.finish is not None:
                 return
 
-    def _take(self, turn: Turn, ids: list[int], logprobs: list[float]) -> None:
-        """Emit ids to a turn until it ends, and deliver it if it did."""
+    def _emit(self, turn: EngineTurn, ids: list[int], logprobs: list[float]) -> None:
+        """Add ids to a turn until it ends, and deliver it if it did."""
         before = turn.emitted
         try:
             for token, logprob in zip(ids, logprobs, strict=True):
                 if math.isnan(logprob):
-                    raise EngineError(f"the weights of version {self.version} give logits that are not numbers")
+                    raise EngineError(f"the weights of version {self.version} give logits that are NaN")
                 turn.emit(token, logprob)
                 if turn.finish is not None:
                     break
@@ -285,16 +284,16 @@ class StepLoop:
             self._fail(turn, failure)
             return
         self._totals.decoded_tokens += turn.emitted - before
-        if turn.beat is not None:
-            turn.beat(turn.emitted - before)
+        if turn.on_tokens is not None:
+            turn.on_tokens(turn.emitted - before)
         if turn.finish is not None:
             self._scheduler.remove(turn)
             turn.deliver(turn.result())
         elif not turn.forced:
-            self._scheduler.settle(turn)
+            self._scheduler.start_decoding(turn)
 
-    def _count(self, piece: Piece) -> None:
-        turn = piece.turn
+    def _count(self, chunk: TokenChunk) -> None:
+        turn = chunk.turn
         if turn in self._scheduler.prefilling:
-            end = min(piece.stop, turn.prompt) if turn.forced else piece.stop
-            self._totals.prefilled_tokens += max(0, end - piece.start)
+            end = min(chunk.stop, turn.prompt) if turn.forced else chunk.stop
+            self._totals.prefilled_tokens += max(0, end - chunk.start)

@@ -1,28 +1,30 @@
 """A small decoder-only transformer in plain torch, in float32, with the weight names of Hugging Face.
 
-`Decoder.forward` is the reference: differentiable, without a cache, over whole rows. It is what a trainer optimises and
-what proves recorded logprobs. The engine computes the same function incrementally (`runner.py`).
+`Decoder.forward` is the reference: differentiable, without a cache, over whole rows. It is what the reference trainer
+optimises and what proves recorded logprobs. The engine computes the same function incrementally (`runner.py`).
+
+Why our own: sampling, training and the fidelity audit need one function whose logprobs are reproducible to float32
+rounding, on a laptop without a GPU, with an engine that supports aborts, forced ids and weight swaps between steps.
+`transformers` would add a large dependency whose numerics change between versions; vLLM does not run in process here.
 
 Invariant: `state_dict()` has exactly the names of the safetensors file, so loading, saving and comparing need no
-mapping. A model with tied embeddings has no head of its own anywhere: not in memory and not in the file.
+mapping. A model with tied embeddings has no separate head: neither in memory nor in the file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from torch import Tensor, nn
 from torch.nn import functional
 
+from towline.common.files import write_atomically
 from towline.engines.embedded.config import DecoderConfig
 from towline.errors import ConfigError
 
@@ -47,14 +49,14 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 
 
 def rope_angles(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, one row a position, as wide as a head."""
+    """Cosines and sines, one row per position, as wide as a head."""
     angles = positions.float().unsqueeze(-1) * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn the pairs (i, i + half) of each head by the angle of its position."""
+    """Rotate the pairs (i, i + half) of each head by the angle of its position."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat((-second, first), dim=-1) * sines
 
@@ -69,7 +71,7 @@ class RmsNorm(nn.Module):
         return functional.rms_norm(values, (values.shape[-1],), self.weight, self.epsilon)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
@@ -112,10 +114,10 @@ class Mlp(nn.Module):
         return outputs
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = SelfAttention(config)
         self.mlp = Mlp(config)
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
@@ -127,12 +129,12 @@ class Layer(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Everything but the head; the weight names start with `model.`."""
+    """Everything but the output head; the weight names start with `model.`."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -149,11 +151,11 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The output matrix, one row an id."""
+        """The output matrix, one row per id."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The normed last hidden states of `ids` (rows by length), for callers that need few of the logits."""
+        """The normalised last hidden states of `ids` (rows x length), for callers that need few of the logits."""
         if positions is None:
             positions = torch.arange(ids.shape[-1], device=ids.device)
         frequencies = self.get_buffer("frequencies")
@@ -165,11 +167,11 @@ class Decoder(nn.Module):
         return normed
 
     def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits (rows by length by vocabulary) of `ids` (rows by length); positions count from 0 unless given."""
+        """Logits (rows x length x vocabulary) of `ids` (rows x length); positions count from 0 unless given."""
         return functional.linear(self.hidden(ids, positions), self.head)
 
 
-def create(config: DecoderConfig, seed: int) -> Decoder:
+def create_decoder(config: DecoderConfig, seed: int) -> Decoder:
     """A freshly initialised decoder; the same seed gives the same weights."""
     decoder = _allocate(config)
     generator = torch.Generator().manual_seed(seed)
@@ -184,8 +186,8 @@ def create(config: DecoderConfig, seed: int) -> Decoder:
     return decoder
 
 
-def load(folder: Path) -> Decoder:
-    """Read `config.json` and the safetensors weights of a folder; any float type becomes float32."""
+def load_decoder(folder: Path) -> Decoder:
+    """Read `config.json` and the safetensors weights of a folder; any float type is converted to float32."""
     decoder = _allocate(DecoderConfig.from_folder(folder))
     missing = dict(decoder.named_parameters())
     for path in _weight_files(folder):
@@ -198,25 +200,23 @@ def load(folder: Path) -> Decoder:
                 target = missing.pop(name)
                 if target.shape != tensor.shape:
                     raise ConfigError(
-                        f"{path}: {name} is {tuple(tensor.shape)}, the config asks for {tuple(target.shape)}"
+                        f"{path}: {name} is {tuple(tensor.shape)}, the config needs {tuple(target.shape)}"
                     )
                 with torch.no_grad():
                     target.copy_(tensor)
             elif not _redundant(name, decoder.config):
-                raise ConfigError(f"{path}: {name} has no place in a {decoder.config.model_type} model")
+                raise ConfigError(f"{path}: {name} is not a weight of a {decoder.config.model_type} model")
     if missing:
         raise ConfigError(f"{folder} lacks weights: {', '.join(sorted(missing))}")
     return decoder
 
 
-def save(decoder: Decoder, folder: Path) -> None:
-    """Write `config.json` and `model.safetensors`; a reader sees the old file or the new one, never a part of it."""
+def save_decoder(decoder: Decoder, folder: Path) -> None:
+    """Write `config.json` and `model.safetensors`, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    with _replacing(folder / "config.json") as path:
-        path.write_text(json.dumps(decoder.config.to_json(), indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / "config.json", (json.dumps(decoder.config.to_json(), indent=2) + "\n").encode())
     tensors = {name: tensor.detach().float().contiguous() for name, tensor in decoder.state_dict().items()}
-    with _replacing(folder / WEIGHTS) as path:
-        save_file(tensors, path, metadata={"format": "pt"})
+    write_atomically(folder / WEIGHTS, serialize(tensors, metadata={"format": "pt"}))
 
 
 def _allocate(config: DecoderConfig) -> Decoder:
@@ -240,21 +240,5 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _redundant(name: str, config: DecoderConfig) -> bool:
-    """Weights that some files carry and that are computed or tied here."""
+    """Whether some files carry this weight although it is computed or tied here."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
-
-
-@contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A path to write to, which replaces `target` once it is whole and on disk."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    os.close(descriptor)
-    path = Path(name)
-    try:
-        yield path
-        path.chmod(0o644)
-        with path.open("rb") as written:
-            os.fsync(written.fileno())
-        path.replace(target)
-    finally:
-        path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""One turn inside the engine: what was asked, and how far it is.
+"""One turn inside the engine: its request, and how far it is.
 
 Invariant: `tokens[:computed]` have their keys and values in the pool, in the slots of the turn's row; the ids emitted
 so far are `tokens[prompt : prompt + emitted]`, with one logprob each. All of them come from one weight version, because
-a swap ends every turn that has begun.
+a weight update ends every turn in flight.
 """
 
 from __future__ import annotations
@@ -13,40 +13,39 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from towline.conversation import Finish
-from towline.engines.base import Ids, Sample
-from towline.engines.embedded.cache import Lease
-from towline.engines.stops import StopStrings
+from towline.engines.base import TRUNCATED, Ids, Sample
+from towline.engines.embedded.cache import PrefixLease
+from towline.engines.stop_strings import StopStrings
 from towline.errors import EngineError
-
-TRUNCATED = "truncated_sampling"
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
-    """A request on its way through the engine. Only the step loop touches it once it is submitted."""
+class EngineTurn:
+    """A request in the engine. Only the step loop touches it once it is submitted."""
 
     id: str
     tokens: Ids
-    """Prompt, then room for all that may be emitted; forced ids stand there from the beginning."""
+    """The prompt, then room for all that may be emitted; forced ids are there from the beginning."""
     prompt: int
     """Length of the prompt."""
     limit: int
     """The most tokens to emit."""
     forced: bool
-    """`limit` ids are given and only scored."""
+    """Whether the `limit` ids are given and only scored."""
     temperature: float
     top_p: float
     top_k: int
     stop_ids: frozenset[int]
     stops: StopStrings | None
     random: np.random.Generator | None
-    """Draws of this turn alone, so that they do not depend on what else runs; `None` if nothing is drawn."""
+    """The turn's own generator, so that draws do not depend on what else runs; `None` if nothing is drawn."""
     deliver: Callable[[Sample | EngineError], None]
+    """Called with the result, from the loop's thread."""
 
-    beat: Callable[[int], None] | None = None
-    """Told of every step of the engine, with the tokens that it gave this turn."""
+    on_tokens: Callable[[int], None] | None = None
+    """Called after every step of the engine, with the number of tokens it emitted for this turn."""
     version: int | None = None
-    """Of the weights it runs under, once it has begun."""
+    """Policy version of the weights it runs under, once it has begun."""
     logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
     stop_string: str | None = None
@@ -54,17 +53,17 @@ class Turn:
     """Prompt tokens found in the cache when the turn began."""
 
     order: int = 0
-    """Rank by arrival: the youngest gives way when the pool is full."""
+    """Order of arrival: the youngest is preempted when the pool is full."""
     row: int = -1
-    """The row of the slot table, while it is running."""
-    lease: Lease | None = None
+    """Its row of the slot table, while it is running."""
+    lease: PrefixLease | None = None
     computed: int = 0
     allocated: int = 0
     """How many slots its row holds."""
-    leader: Turn | None = None
-    """While waiting: a turn that is computing a prefix of this one's prompt,"""
+    leader: EngineTurn | None = None
+    """While waiting: a turn that is computing a prefix of this one's prompt."""
     shared: int = 0
-    """and how long that prefix is."""
+    """Length of the prefix that `leader` is computing."""
 
     @property
     def emitted(self) -> int:
@@ -72,7 +71,7 @@ class Turn:
 
     @property
     def goal(self) -> int:
-        """How many tokens must be computed before the turn can go on (or, if forced, end)."""
+        """How many tokens must be computed before the turn can continue (or, if forced, end)."""
         return self.prompt + (self.limit - 1 if self.forced else self.emitted)
 
     @property
@@ -81,7 +80,7 @@ class Turn:
         return self.prompt + self.emitted - 1
 
     def emit(self, token: int, logprob: float) -> None:
-        """Take one more token, and end the turn if it is the last."""
+        """Add one token, and end the turn if it is the last: at a stop id, a stop string or the limit."""
         self.tokens[self.prompt + self.emitted] = token
         self.logprobs.append(logprob)
         if token in self.stop_ids:
@@ -92,7 +91,7 @@ class Turn:
             self.finish = Finish.LENGTH
 
     def result(self) -> Sample:
-        """What the caller gets; a turn that has not ended was aborted."""
+        """What the caller gets, each token stamped with its policy version; a turn that has not ended was aborted."""
         return Sample(
             ids=self.tokens[self.prompt : self.prompt + self.emitted].copy(),
             logprobs=np.array(self.logprobs, dtype=np.float32),

@@ -1,12 +1,10 @@
-"""llama.cpp as an engine: GGUF files, in process, on whatever the machine has.
+"""llama.cpp as an engine: GGUF files, in process, on any machine.
 
-`gguf.py` reads a file's metadata, `vocabulary.py` makes of it a model folder that a codec can be loaded from,
-`engine.py` samples, `slots.py` keeps conversations where their prefix is cached, `smollm2.py` finds the model that comes
-from PyPI.
+`gguf.py` reads a GGUF file and makes a model folder from it that a codec can be loaded from, `server.py` starts and ends
+llama.cpp's server and assigns its slots, `engine.py` samples.
 """
 
 from towline.engines.llamacpp.engine import LlamaCppEngine
-from towline.engines.llamacpp.gguf import Gguf
-from towline.engines.llamacpp.vocabulary import model_folder
+from towline.engines.llamacpp.gguf import GgufFile, find_smollm2, model_folder
 
-__all__ = ["Gguf", "LlamaCppEngine", "model_folder"]
+__all__ = ["GgufFile", "LlamaCppEngine", "find_smollm2", "model_folder"]

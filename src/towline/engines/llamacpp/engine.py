@@ -1,20 +1,18 @@
-"""llama.cpp through `xllamacpp`: its server in this process, on a loopback port and with a key that only this engine has.
+"""The llama.cpp engine: llama.cpp's server in this process (`server.py`), sampled over its HTTP API.
 
-A turn is sampled in short stretches, each a request of its own that goes on where the last one ended: the server keeps
-the keys and values of what is before, an abort loses less than a stretch, and every token's id comes back, which the
-server's own streams do not promise (they leave out tokens whose text ends inside a character).
+A turn is sampled in short chunks, each a request of its own that continues where the last one ended: the server keeps
+the keys and values of what came before, an abort loses less than one chunk, and every token's id comes back, which the
+server's own streams do not promise (they omit tokens whose text ends inside a character).
 
 Logprobs are those of the distribution that was sampled from: no sampler but temperature, and top-k and top-p where they
-are asked for, in that order; the server reports each token's probability behind them. It reports none where a token's
+are requested, in that order; the server reports each token's probability after them. It reports none where a token's
 text ends inside a character. There a second request asks for the logits of the whole vocabulary, the logprob is computed
-from them here, and the stretch goes on behind that token.
+from them here, and the chunk continues after that token.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
@@ -25,33 +23,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from towline.arrays import Ids
+from towline.common.arrays import Ids
 from towline.conversation import Finish
 from towline.engines import validation
-from towline.engines.base import Capture, EngineInfo, Load, SampleRequest
-from towline.engines.llamacpp.gguf import Gguf
-from towline.engines.llamacpp.slots import Slots
-from towline.engines.remote import Flight, RemoteEngine, decoded
-from towline.engines.stops import StopStrings
-from towline.engines.threads import in_daemon
-from towline.errors import ConfigError, EngineError
+from towline.engines.base import CaptureLevel, EngineInfo, EngineLoad, SampleRequest
+from towline.engines.llamacpp.gguf import GgufFile
+from towline.engines.llamacpp.server import ServerOptions, ServerSlots, end_server, load_server
+from towline.engines.remote import ActiveTurn, RemoteEngine, parse_json
+from towline.engines.stop_strings import StopStrings
+from towline.errors import EngineError
 
-log = logging.getLogger("towline.engines")
 Doubles = npt.NDArray[np.float64]
 
-STRETCH = 16
-"""Most tokens a request."""
-_SEEN = 8192
-"""Likeliest tokens that are looked at first where one is scored by itself."""
-_NEGLIGIBLE = 1e-4
+CHUNK = 16
+"""Most tokens per request."""
 CONTEXT = 8192
-"""Unless another length is asked for; its cache is allocated for every slot at the start."""
+"""The default context; its cache is allocated for every slot at the start."""
+_TOP_LOGITS = 8192
+"""Most likely tokens whose logits are requested first when a single token is scored."""
+_NEGLIGIBLE = 1e-4
 _ROUTE = "/completion"
 _FIELDS = ("tokens", "completion_probabilities", "tokens_evaluated", "timings/cache_n")
-_NORMAL = 1
 _FORCING = 1e9
-_ENDING = 60.0
-"""Seconds that a server has to end."""
+"""A logit bias that no other token can beat."""
 
 
 class LlamaCppEngine(RemoteEngine):
@@ -71,31 +65,33 @@ class LlamaCppEngine(RemoteEngine):
         `model`: a GGUF file, or a folder that holds one.
         `decode`: ids to text, for stop strings.
         `slots`: turns at the same time; each has a cache of `context` tokens.
-        `threads`: one unless told otherwise.
-        `exact`: attention in float32, without llama.cpp's fast attention, and a cache of twice the size. Logprobs are then
-        those of a forward pass over the same weights, as long as those are not quantised themselves.
+        `threads`: default 1.
+        `exact`: attention in float32, without llama.cpp's flash attention, and a cache of twice the size. Logprobs are
+        then those of a forward pass over the same weights, unless those are quantised themselves.
         """
         super().__init__("llama.cpp")
-        self._gguf = Gguf.find(model)
+        self._gguf = GgufFile.find(model)
         self._decode = decode
-        self._count = slots
-        self._context = min(context or CONTEXT, self._gguf.context or CONTEXT)
-        self._threads = threads or 1
-        self._exact = exact
+        self._options = ServerOptions(
+            key=secrets.token_urlsafe(32),
+            slots=slots,
+            context=min(context or CONTEXT, self._gguf.context or CONTEXT),
+            threads=threads or 1,
+            exact=exact,
+        )
+        self._headers = {"authorization": f"Bearer {self._options.key}"}
         self._seeds = np.random.default_rng(seed)
         self._version = version
-        self._slots = Slots(slots)
+        self._slots = ServerSlots(slots)
         self._server: Any = None
-        self._complete = _complete_token(self._gguf)
+        self._plain_token = self._gguf.plain_token()
 
     async def start(self) -> None:
         if self._server is not None:
             return
-        key = secrets.token_urlsafe(32)
-        self._headers = {"authorization": f"Bearer {key}"}
-        self._key = key
         await self._serve(self._gguf)
-        props = decoded(await self._get("/props"), self.url)
+        props = await self._json("/props")
+        options = self._options
         details = {
             "server": f"llama.cpp (xllamacpp {metadata.version('xllamacpp')})",
             "route": _ROUTE,
@@ -103,150 +99,125 @@ class LlamaCppEngine(RemoteEngine):
             "prefix_caching": "on",
             "model": self._gguf.path.name,
             "weights": str(props.get("model_ftype") or "unknown"),
-            "slots": str(self._count),
-            "threads": str(self._threads),
+            "slots": str(options.slots),
+            "threads": str(options.threads),
         }
-        self._info = EngineInfo("llamacpp", Capture.TOKENS, self._context, len(self._gguf.tokens), details)
+        self._info = EngineInfo("llamacpp", CaptureLevel.TOKENS, options.context, len(self._gguf.tokens), details)
 
-    async def _serve(self, gguf: Gguf) -> None:
-        """Load a file and let its server take the place of the one before."""
+    async def _serve(self, gguf: GgufFile) -> None:
+        """Load a file into a new server, which replaces the current one."""
         try:
-            self._server = await in_daemon("llama.cpp loads", lambda: self._load(gguf))
+            self._server = await load_server(gguf.path, self._options)
         except RuntimeError as error:
             raise EngineError(
-                f"llama.cpp cannot load {gguf.path} ({gguf.architecture or 'of no architecture'}): "
-                "another format, or too little memory for its weights and cache"
+                f"llama.cpp cannot load {gguf.path} (architecture {gguf.architecture or 'unknown'}): "
+                "unsupported format, or too little memory for its weights and cache"
             ) from error
         self.url = self._server.listening_address
-
-    def _load(self, gguf: Gguf) -> Any:
-        try:
-            import xllamacpp
-        except ImportError as error:
-            raise ConfigError("the llama.cpp engine needs xllamacpp: pip install 'towline[llamacpp]'") from error
-        chosen = xllamacpp.CommonParams()
-        chosen.model.path = str(gguf.path)
-        chosen.hostnames = ["127.0.0.1"]
-        chosen.port = 0
-        chosen.api_keys = [self._key]
-        chosen.ui = False
-        chosen.endpoint_slots = False
-        chosen.verbosity = -1
-        chosen.n_threads_http = self._count + 2
-        chosen.cpuparams.n_threads = chosen.cpuparams_batch.n_threads = self._threads
-        chosen.n_parallel = self._count
-        chosen.n_ctx = self._context * self._count
-        # A context that does not fit is an error, and nothing is ever shifted out of it.
-        chosen.fit_params = chosen.ctx_shift = False
-        # Slots are chosen here; what leaves them is not kept elsewhere.
-        chosen.cache_ram_mib = 0
-        if self._exact:
-            chosen.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-            chosen.cache_type_k = chosen.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        chosen.warmup = False
-        return xllamacpp.Server(chosen)
 
     async def close(self) -> None:
         await super().close()
         servers, self._server = [self._server], None
-        await _ended(servers)
+        await end_server(servers)
 
-    async def load(self) -> Load:
-        return Load(self._slots.running, self._slots.waiting)
+    async def load(self) -> EngineLoad:
+        return EngineLoad(self._slots.running, self._slots.waiting)
 
     # Sampling
 
     def _check(self, request: SampleRequest) -> None:
         super()._check(request)
         if request.forced is not None:
-            raise EngineError("llama.cpp's server scores no given ids: use the embedded engine to force tokens")
+            raise EngineError("llama.cpp's server cannot score forced ids: use the embedded engine for them")
         if request.stop_strings and self._decode is None:
-            raise EngineError("stop strings need the engine to be made with `decode`")
+            raise EngineError("stop strings need an engine that was created with `decode`")
         if not 0.0 <= request.temperature < math.inf:
             raise EngineError(f"temperature must not be negative, it is {request.temperature}")
 
-    async def _read(self, flight: Flight) -> None:
-        request = flight.request
-        limit = self._limit(request)
+    async def _read(self, turn: ActiveTurn) -> None:
+        request = turn.request
+        limit = self._token_limit(request)
         stops = StopStrings(request.stop_strings, self._decode) if request.stop_strings and self._decode else None
         entropy = int(self._seeds.integers(1 << 63)) if request.seed is None else request.seed % (1 << 64)
-        count = STRETCH
+        count = CHUNK
         async with contextlib.AsyncExitStack() as stack:
-            with request.waiting():
-                slot = await stack.enter_async_context(self._slots.taken(request.prompt))
-            while flight.finish is None and len(flight.ids) < limit:
-                ids, logprobs = await self._stretch(flight, slot, entropy, min(count, limit - len(flight.ids)))
-                self._slots.keep(slot, _joined(request.prompt, [*flight.ids, *ids]))
+            with request.suspended():
+                slot = await stack.enter_async_context(self._slots.acquire(request.prompt))
+            while turn.finish is None and len(turn.ids) < limit:
+                ids, logprobs = await self._sample_chunk(turn, slot, entropy, min(count, limit - len(turn.ids)))
+                self._slots.set_cached(slot, _concatenate(request.prompt, [*turn.ids, *ids]))
                 self.stats.decoded_tokens += len(ids)
-                request.beat(len(ids))
-                _take(flight, ids, logprobs, stops)
-                # What is behind a token without a logprob is thrown away: where there is one, there are often more.
-                count = min(STRETCH, 2 * len(ids))
-        if flight.finish is None:
-            flight.finish = Finish.LENGTH
+                request.tokens_arrived(len(ids))
+                _append(turn, ids, logprobs, stops)
+                # What follows a token without a logprob is discarded: where there is one, there are often more.
+                count = min(CHUNK, 2 * len(ids))
+        if turn.finish is None:
+            turn.finish = Finish.LENGTH
 
-    async def _stretch(self, flight: Flight, slot: int, entropy: int, most: int) -> tuple[list[int], list[float]]:
+    async def _sample_chunk(
+        self, turn: ActiveTurn, slot: int, entropy: int, most: int
+    ) -> tuple[list[int], list[float]]:
         """At least one and at most `most` further ids with their logprobs."""
-        request, ids = flight.request, _joined(flight.request.prompt, flight.ids)
-        drawn = int(np.random.SeedSequence((entropy, len(ids))).generate_state(1)[0])
+        request, ids = turn.request, _concatenate(turn.request.prompt, turn.ids)
+        seed = int(np.random.SeedSequence((entropy, len(ids))).generate_state(1)[0])
         body = {
-            **self._asking(slot, ids, most),
-            "seed": min(drawn, 0xFFFFFFFE),  # The one above means: any.
+            **self._body(slot, ids, most),
+            "seed": min(seed, 0xFFFFFFFE),  # The one above means: random.
             "temperature": request.temperature,
             "top_k": request.top_k,
             "top_p": request.top_p,
             "samplers": ["temperature", "top_k", "top_p"],
             "n_probs": 1,
-            # A greedy turn tells logprobs at temperature 1, which are those in front of the samplers.
+            # A greedy turn reports logprobs at temperature 1, which are those before the samplers.
             "post_sampling_probs": request.temperature > 0,
         }
-        answer = decoded(await self._post(_ROUTE, body, long=True), self.url)
-        with validation.reading("llama.cpp", answer):
-            if flight.prompt_tokens is None:
-                flight.prompt_tokens = validation.count(answer["tokens_evaluated"], "tokens_evaluated")
-                flight.cached_tokens = validation.count(answer.get("timings/cache_n", 0), "cache_n")
-            sampled = validation.token_ids(answer["tokens"], flight.vocabulary)
-            told = [
+        answer = parse_json(await self._post(_ROUTE, body, long=True), self.url)
+        with validation.parsing("llama.cpp", answer):
+            if turn.prompt_tokens is None:
+                turn.prompt_tokens = validation.token_count(answer["tokens_evaluated"], "tokens_evaluated")
+                turn.cached_tokens = validation.token_count(answer.get("timings/cache_n", 0), "cache_n")
+            sampled = validation.token_ids(answer["tokens"], turn.vocabulary)
+            reported = [
                 (validation.token_id(one["id"]), _logprob(one)) for one in answer.get("completion_probabilities") or ()
             ]
-            if not sampled or len(told) > len(sampled):
-                raise ValueError(f"it holds {len(sampled)} ids and {len(told)} logprobs")
-        if len(told) == len(sampled):
-            return sampled, [logprob for _, logprob in told]
-        # The first id without a logprob ends inside a character, and so is never equal to the next that has one.
-        known = next((at for at, (id, _) in enumerate(told) if id != sampled[at]), len(told))
-        logprob = await self._score(slot, _joined(ids, sampled[:known]), sampled[known], request)
-        return sampled[: known + 1], [*(logprob for _, logprob in told[:known]), logprob]
+            if not sampled or len(reported) > len(sampled):
+                raise ValueError(f"it holds {len(sampled)} ids and {len(reported)} logprobs")
+        if len(reported) == len(sampled):
+            return sampled, [logprob for _, logprob in reported]
+        # The first id without a logprob ends inside a character, and so never equals the next that has one.
+        known = next((at for at, (id, _) in enumerate(reported) if id != sampled[at]), len(reported))
+        logprob = await self._score(slot, _concatenate(ids, sampled[:known]), sampled[known], request)
+        return sampled[: known + 1], [*(logprob for _, logprob in reported[:known]), logprob]
 
     async def _score(self, slot: int, ids: Ids, id: int, request: SampleRequest) -> float:
-        """The logprob of one id after `ids`: a token whose text is whole is forced, and the logits looked at.
+        """The logprob of one id after `ids`: a token whose text is whole is forced, and the logits are read.
 
-        Of the likeliest tokens alone, if all others together weigh next to nothing.
+        The most likely tokens suffice if all others together weigh next to nothing.
         """
         size = len(self._gguf.tokens)
-        for seen in (min(_SEEN, size), size):
+        for top in (min(_TOP_LOGITS, size), size):
             body = {
-                **self._asking(slot, ids, 1),
+                **self._body(slot, ids, 1),
                 "temperature": 0.0,
                 "samplers": ["temperature"],
-                "logit_bias": [[self._complete, _FORCING]],
-                "n_probs": seen,
+                "logit_bias": [[self._plain_token, _FORCING]],
+                "n_probs": top,
                 "post_sampling_probs": False,
             }
-            answer = decoded(await self._post(_ROUTE, body, long=True), self.url)
-            with validation.reading("llama.cpp", answer):
+            answer = parse_json(await self._post(_ROUTE, body, long=True), self.url)
+            with validation.parsing("llama.cpp", answer):
                 rows = answer["completion_probabilities"][0]["top_logprobs"]
                 logits = np.full(size, -np.inf)
                 logits[validation.token_ids([row["id"] for row in rows], size)] = [
                     float(row["logprob"]) for row in rows
                 ]
                 logprobs = distribution(logits, request)
-                unseen = (size - seen) * np.exp(logprobs[int(rows[-1]["id"])])
+                unseen = (size - top) * np.exp(logprobs[int(rows[-1]["id"])])
             if math.isfinite(logprobs[id]) and unseen < _NEGLIGIBLE:
                 break
         return float(logprobs[id])
 
-    def _asking(self, slot: int, ids: Ids, count: int) -> dict[str, Any]:
+    def _body(self, slot: int, ids: Ids, count: int) -> dict[str, Any]:
         return {
             "prompt": ids.tolist(),
             "n_predict": count,
@@ -258,19 +229,19 @@ class LlamaCppEngine(RemoteEngine):
 
     # Weights
 
-    async def _vet(self, folder: Path) -> None:
-        gguf = Gguf.find(folder)
+    async def _validate_weights(self, folder: Path) -> None:
+        gguf = GgufFile.find(folder)
         if gguf.tokens != self._gguf.tokens or gguf.architecture != self._gguf.architecture:
             raise EngineError(f"{gguf.path} is of another model than {self._gguf.path}")
+        self._validated = gguf
 
-    async def _push(self, folder: Path, version: int) -> None:
-        """Another GGUF file of the same vocabulary."""
-        gguf = Gguf.find(folder)
+    async def _load_weights(self, folder: Path, version: int) -> None:
+        """Another GGUF file with the same vocabulary."""
         before = [self._server]
-        await self._serve(gguf)
-        await _ended(before)
-        self._gguf = gguf
-        self._slots.forget()
+        await self._serve(self._validated)
+        await end_server(before)
+        self._gguf = self._validated
+        self._slots.clear()
 
 
 def distribution(logits: Doubles, request: SampleRequest) -> Doubles:
@@ -282,55 +253,37 @@ def distribution(logits: Doubles, request: SampleRequest) -> Doubles:
         if request.top_k > 0:
             logits[order[request.top_k :]] = -np.inf
         if request.top_p < 1.0:
-            reached = np.cumsum(np.exp(_normal(logits)[order])) >= request.top_p
+            reached = np.cumsum(np.exp(_normalize(logits)[order])) >= request.top_p
             logits[order[int(np.argmax(reached)) + 1 :]] = -np.inf
-    return _normal(logits)
+    return _normalize(logits)
 
 
-def _normal(logits: Doubles) -> Doubles:
+def _normalize(logits: Doubles) -> Doubles:
     return np.asarray(logits - np.log(np.exp(logits).sum()), np.float64)
 
 
-def _take(flight: Flight, ids: Sequence[int], logprobs: Sequence[float], stops: StopStrings | None) -> None:
-    """Add a stretch to its turn, up to where the turn ends."""
+def _append(turn: ActiveTurn, ids: Sequence[int], logprobs: Sequence[float], stops: StopStrings | None) -> None:
+    """Add a chunk to its turn, up to where the turn ends."""
     for id, logprob in zip(ids, logprobs, strict=True):
-        flight.ids.append(id)
-        flight.logprobs.append(logprob)
-        # llama.cpp ends a stretch at each end that it knows itself; one that is not asked for is gone on from.
-        if id in flight.request.stop_ids:
-            flight.finish = Finish.STOP
+        turn.ids.append(id)
+        turn.logprobs.append(logprob)
+        # llama.cpp ends a chunk at every end token that it knows; one that is no stop id of the request is continued.
+        if id in turn.request.stop_ids:
+            turn.finish = Finish.STOP
         elif stops is not None and (found := stops.feed(id)) is not None:
-            flight.finish, flight.stop_string = Finish.STOP_STRING, found
-        if flight.finish is not None:
+            turn.finish, turn.stop_string = Finish.STOP_STRING, found
+        if turn.finish is not None:
             return
 
 
-def _logprob(told: dict[str, Any]) -> float:
-    if "logprob" in told:
-        return validation.logprob(told["logprob"])
-    probability = told["prob"]
+def _logprob(entry: dict[str, Any]) -> float:
+    if "logprob" in entry:
+        return validation.logprob(entry["logprob"])
+    probability = entry["prob"]
     if type(probability) not in (int, float) or not probability >= 0:
         raise ValueError(f"{probability!r} is not a probability")
     return validation.logprob(math.log(max(probability, 1e-45)))
 
 
-def _joined(prompt: Ids, ids: Sequence[int]) -> Ids:
+def _concatenate(prompt: Ids, ids: Sequence[int]) -> Ids:
     return np.concatenate([np.asarray(prompt, np.int32), np.asarray(ids, np.int32)])
-
-
-def _complete_token(gguf: Gguf) -> int:
-    """An ordinary token whose text is whole characters."""
-    types = gguf.token_types
-    for id, token in enumerate(gguf.tokens):
-        if types[id] == _NORMAL and token.isascii() and token.isalnum():
-            return id
-    raise ConfigError(f"{gguf.path} has no vocabulary")
-
-
-async def _ended(servers: list[Any]) -> None:
-    """A server ends when nothing refers to it, and takes its time about it. One that does not end is left behind."""
-    try:
-        async with asyncio.timeout(_ENDING):
-            await in_daemon("llama.cpp ends", servers.clear)
-    except TimeoutError:
-        log.error("llama.cpp's server has not ended within %g s, and is left behind with its memory", _ENDING)

@@ -1,11 +1,11 @@
 """Several replicas of one model as one engine.
 
-`pool.py` is the engine, `turn.py` one turn on its way over the replicas, `dispatch.py` which replica takes it and who
-waits, `pacing.py` how many run at once, `replica.py` what is known of one replica, `watching.py` how one leaves and comes
-back, `combining.py` what the replicas are together, `metrics.py` the figures.
+`pool.py` is the engine, with failover and metrics, `dispatch.py` which replica takes a turn and which turns wait,
+`replica.py` what is known of one replica and how many turns it may run at once, `membership.py` how a replica leaves,
+comes back and gets new weights.
 """
 
-from towline.engines.pool.pool import Pool
+from towline.engines.pool.pool import EnginePool
 from towline.engines.pool.replica import Replica
 
-__all__ = ["Pool", "Replica"]
+__all__ = ["EnginePool", "Replica"]

@@ -1,46 +1,63 @@
-"""Who serves: how replicas leave the pool and come back into it.
+"""Which replicas serve: how one leaves the pool, how it comes back, and how all of them get new weights.
 
-A replica leaves at the first call that finds it gone. It comes back with the pool's current weights, or not at all.
+A replica leaves at the first call that finds it unreachable, or when its health checks fail. It comes back with the pool's
+current weights, or not at all: once it answers again it is given the weights, inspected again, paused if the pool is
+paused, and only then serves. While it serves, the load that it reports sets its concurrency limit.
+
+A weight update succeeds if at least one replica takes the weights: then they are the pool's. If none does, the pool stays
+at those it had. A replica that could not take them leaves, and comes back with whatever the pool's weights are then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from towline.engines.base import Engine, EngineGone, EngineInfo, PauseMode
-from towline.engines.pool.combining import combine
+from towline.engines.base import Engine, EngineInfo, EngineUnreachable, PauseMode, ReportsHealth, ReportsLoad
 from towline.engines.pool.dispatch import Dispatcher
-from towline.engines.pool.replica import Replica, Weights
+from towline.engines.pool.replica import PoolWeights, Replica, combine_infos
 from towline.errors import EngineError
 
 log = logging.getLogger("towline.engines")
 _GRACE = 1.0
-"""Seconds that turns on a lost replica have to fail by themselves, with what they had got, before they are given up."""
+"""Seconds that turns on a lost replica have to fail by themselves, with what they had got, before they are cancelled."""
 _EARLY = 0.01
 """Seconds by which a timer may fire too early."""
+_MAX_MISSED = 2
+"""Consecutive failed health checks before a replica that serves counts as dead."""
+_MAX_MISSED_UPDATING = 60
+"""The same while it is loading weights and may be too busy to answer."""
+_CHECK_TIMEOUT = 10.0
+"""Seconds that a health check may take."""
+_MAX_BACKOFF = 32
+"""Most intervals between two attempts to bring back a replica that answers but cannot be used."""
+_READY_TIMEOUT = 1.0
+"""Seconds that an engine has to confirm that it is not paused."""
 
 
-class Membership:
+class PoolMembership:
+    """The replicas of a pool, with the weights that each must have to serve."""
+
     def __init__(self, replicas: Sequence[Replica], deadline: float):
         self.replicas = replicas
         self.dispatcher = Dispatcher(replicas)
         self.deadline = deadline
-        self.weights = Weights(0)
+        self.weights = PoolWeights(0)
         """What every replica must have to serve."""
         self.version = 0
-        """Of the weights that the pool last had for certain: while an update is under way, those before it."""
+        """Of the last confirmed weights: during an update, those before it."""
         self.changing = asyncio.Lock()
-        """Held while weights or the pause change, so that no replica comes in between."""
+        """Held while weights or the pause change, so that no replica joins in between."""
         self.updating = asyncio.Lock()
-        self.watchers: list[Callable[[], None]] = []
-        """Called when replicas that are out may find it worth while to try again."""
-        self.on_reach: list[Callable[[str], None]] = []
-        """Told of the trouble when the last replica leaves, and with an empty text when the first is back."""
-        self._inhabited = asyncio.Event()
-        self._deserted = 0.0
+        self.wake_callbacks: list[Callable[[], None]] = []
+        """Called when it may be worth while for replicas that are out to try again."""
+        self.outage_callbacks: list[Callable[[str], None]] = []
+        """Called with the reason when the last replica leaves, and with an empty text when the first is back."""
+        self._has_replica = asyncio.Event()
+        self._empty_since = 0.0
         """Since when no replica serves, if none does."""
 
     @property
@@ -49,106 +66,114 @@ class Membership:
 
     @property
     def info(self) -> EngineInfo:
-        """What those that have served are together."""
+        """What the replicas that have served are together."""
         infos = {replica.name: replica.info for replica in self.replicas if replica.info is not None}
-        return combine(infos or {replica.name: replica.engine.info for replica in self.replicas})
+        return combine_infos(infos or {replica.name: replica.engine.info for replica in self.replicas})
 
     def check(self, replica: Replica) -> None:
-        """Raise for a replica that is not what the pool is."""
+        """Raise for a replica that does not match the pool."""
         infos = {r.name: r.info for r in self.replicas if r.info is not None and r is not replica}
         info = replica.engine.info
-        if infos and combine({**infos, replica.name: info}).capture is not combine(infos).capture:
-            raise EngineError(f"it tells less of a turn than the others: {info.capture}")
+        if infos and combine_infos({**infos, replica.name: info}).capture is not combine_infos(infos).capture:
+            raise EngineError(f"it reports less of a turn than the others: {info.capture}")
 
     def admit(self, replica: Replica) -> None:
-        """The replica has the current weights: it serves."""
+        """Let a replica serve that has the current weights."""
         replica.epoch += 1
         replica.info = replica.engine.info
-        replica.serving, replica.trouble = True, ""
-        if not self._inhabited.is_set():
-            self._inhabited.set()
-            self._tell_reach("")
-        self.dispatcher.rearrange()
+        replica.serving, replica.problem = True, ""
+        if not self._has_replica.is_set():
+            self._has_replica.set()
+            self._notify_outage("")
+        self.dispatcher.redistribute()
 
-    async def readmit(self, replica: Replica, weights: Weights) -> bool:
-        """Let the replica serve, unless the weights that it was given have become old."""
+    async def readmit(self, replica: Replica, weights: PoolWeights) -> bool:
+        """Let a replica serve, unless the weights that it was given are outdated by now."""
         async with self.changing:
             if weights != self.weights:
                 return False
             if not self.dispatcher.open:
-                await self._hold(replica)
+                await self._pause(replica)
             self.admit(replica)
             return True
 
-    async def _hold(self, replica: Replica) -> None:
+    async def _pause(self, replica: Replica) -> None:
         try:
             async with asyncio.timeout(_GRACE):
                 await replica.engine.pause(PauseMode.ABORT)
         except TimeoutError as error:
-            raise EngineGone("it answers, but does not pause") from error
+            raise EngineUnreachable("it answers, but does not pause") from error
 
-    def lose(self, replica: Replica, reason: str) -> None:
-        """The replica serves no more; what runs there goes on elsewhere."""
+    def remove(self, replica: Replica, reason: str) -> None:
+        """The replica stops serving; its turns continue on others."""
         if not replica.serving:
             return
-        replica.serving, replica.trouble, replica.load = False, reason, None
-        replica.counts.failures += 1
+        replica.serving, replica.problem, replica.load = False, reason, None
+        replica.counters.failures += 1
         log.warning("replica %s left the pool: %s", replica.name, reason)
-        asyncio.get_running_loop().call_later(_GRACE, self._give_up, replica, replica.epoch)
+        asyncio.get_running_loop().call_later(_GRACE, self._cancel_calls, replica, replica.epoch)
         if not self.serving:
-            self._inhabited.clear()
-            self._deserted = asyncio.get_running_loop().time()
-            self.await_replicas()
-            self._tell_reach(f"no replica serves: {self.troubles()}")
-        self.dispatcher.rearrange()
+            self._has_replica.clear()
+            self._empty_since = asyncio.get_running_loop().time()
+            self.start_outage_timer()
+            self._notify_outage(self.outage)
+        self.dispatcher.redistribute()
 
-    def _tell_reach(self, trouble: str) -> None:
-        for tell in self.on_reach:
-            tell(trouble)
+    def _cancel_calls(self, replica: Replica, epoch: int) -> None:
+        if replica.epoch == epoch:
+            replica.cancel_calls()
 
-    async def inhabited(self) -> bool:
+    def _notify_outage(self, reason: str) -> None:
+        for callback in self.outage_callbacks:
+            callback(reason)
+
+    @property
+    def outage(self) -> str:
+        """Why no replica serves; empty while one does."""
+        return "" if self.serving else f"no replica serves: {self.problems()}"
+
+    def problems(self) -> str:
+        return "; ".join(f"{replica.name}: {replica.problem}" for replica in self.replicas if not replica.serving)
+
+    async def wait_for_replica(self) -> bool:
         """Wait until a replica serves, up to the deadline."""
         try:
             async with asyncio.timeout(self.deadline):
-                await self._inhabited.wait()
+                await self._has_replica.wait()
         except TimeoutError:
             return False
         return True
 
-    def stir(self) -> None:
-        for watcher in self.watchers:
-            watcher()
+    def wake_monitors(self) -> None:
+        for callback in self.wake_callbacks:
+            callback()
 
-    def _give_up(self, replica: Replica, epoch: int) -> None:
-        if replica.epoch == epoch:
-            replica.give_up()
-
-    def end_strays(self) -> None:
-        """End what still runs on replicas that left: nothing may sample there under weights of the past."""
+    def cancel_strays(self) -> None:
+        """Cancel what still runs on replicas that left: nothing may sample there under outdated weights."""
         for replica in self.replicas:
             if not replica.serving:
-                replica.give_up()
+                replica.cancel_calls()
 
-    async def each(self, act: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
-        """Do the same on every replica that serves; those that cannot do it leave."""
+    async def call_each(self, act: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+        """Do the same on every replica that serves; those that fail leave."""
         replicas = self.serving
-        calls = (replica.do(act(replica.engine)) for replica in replicas)
+        calls = (replica.call(act(replica.engine)) for replica in replicas)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for replica, outcome in zip(replicas, outcomes, strict=True):
             if isinstance(outcome, EngineError):
-                self.lose(replica, str(outcome))
+                self.remove(replica, str(outcome))
             elif outcome is not None:
                 raise outcome
 
     def reopen(self) -> None:
-        """The pool is resumed: those who wait get their slots, and if no replica serves, their patience starts anew."""
+        """The pool is resumed: waiting turns get their slots; if no replica serves, their deadline starts over."""
         self.dispatcher.open = True
-        self._deserted = asyncio.get_running_loop().time()
-        self.await_replicas()
-        self.dispatcher.rearrange()
+        self._empty_since = asyncio.get_running_loop().time()
+        self.start_outage_timer()
+        self.dispatcher.redistribute()
 
-    def await_replicas(self) -> None:
-        """Those who wait from here on while no replica serves do so until the deadline."""
+    def start_outage_timer(self) -> None:
+        """Turns that wait from here on while no replica serves do so until the deadline."""
         if not self.serving:
             asyncio.get_running_loop().call_later(self.deadline, self._expire)
 
@@ -156,10 +181,169 @@ class Membership:
         if self.serving or not self.dispatcher.open:
             return
         began = asyncio.get_running_loop().time() - self.deadline + _EARLY
-        for waiter in list(self.dispatcher.waiting()):
-            if max(waiter.since, self._deserted) <= began:
-                told = f"no replica has served for {self.deadline:g} s: {self.troubles()}"
-                waiter.slot.set_exception(EngineError(told))
+        for turn in list(self.dispatcher.waiting()):
+            if max(turn.queued_at, self._empty_since) <= began:
+                message = f"no replica has served for {self.deadline:g} s: {self.problems()}"
+                turn.slot.set_exception(EngineError(message))
 
-    def troubles(self) -> str:
-        return "; ".join(f"{replica.name}: {replica.trouble}" for replica in self.replicas if not replica.serving)
+    async def update_weights(self, weights: PoolWeights) -> None:
+        """Give new weights to every replica; raises `EngineError` if none takes them."""
+        async with self.updating:
+            before = self.weights
+            async with self.changing:
+                self.weights = weights
+                serving = self.serving
+                failed = await self._load_on(serving, weights)
+                taken = len(failed) < len(serving)
+                if serving and not taken:
+                    self.weights = before
+                for replica, error in failed.items():
+                    if not taken and await _kept_weights(replica.engine, error):
+                        continue
+                    replica.weights_unknown = True
+                    self.remove(replica, f"it could not load the weights of version {weights.version}: {error}")
+                self.cancel_strays()
+            # If no replica serves, the first to come back is given these weights, which shows whether they can be used.
+            taken = taken or (not serving and await self.wait_for_replica())
+            if not taken:
+                if self.weights == weights:
+                    self.weights = before
+                reasons = "; ".join(f"{replica.name}: {error}" for replica, error in failed.items()) or self.problems()
+                raise EngineError(f"no replica took the weights of version {weights.version}: {reasons}")
+            self.version = weights.version
+
+    async def _load_on(self, replicas: list[Replica], weights: PoolWeights) -> dict[Replica, BaseException]:
+        """Load the weights on all replicas at once; returns the failures."""
+        assert weights.folder is not None
+        calls = (replica.call(replica.engine.update_weights(weights.folder, weights.version)) for replica in replicas)
+        for replica in replicas:
+            replica.updating = True
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for replica in replicas:
+            replica.updating = False
+        self.wake_monitors()
+        return {r: o for r, o in zip(replicas, outcomes, strict=True) if isinstance(o, BaseException)}
+
+
+async def _kept_weights(engine: Engine, error: BaseException) -> bool:
+    """Whether an engine that refused weights continues with those it had: one that is not sure of them stays paused."""
+    if not isinstance(error, EngineError) or isinstance(error, EngineUnreachable):
+        return False
+    try:
+        async with asyncio.timeout(_READY_TIMEOUT):
+            await engine.ready()
+    except (TimeoutError, EngineError):
+        return False
+    return True
+
+
+class ReplicaMonitor:
+    """Checks one replica periodically: removes it when it does not answer, and brings it back when it does."""
+
+    def __init__(self, members: PoolMembership, replica: Replica, interval: float):
+        self.members = members
+        self.replica = replica
+        self.interval = interval
+        self._missed = 0
+        self._backoff = 1
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        members.wake_callbacks.append(self._wake.set)
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"monitor {self.replica.name}")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.interval * self._backoff):
+                    await self._wake.wait()
+            self._wake.clear()
+            try:
+                if self.replica.serving:
+                    await self._check()
+                elif await self._answers():
+                    await self._bring_back()
+                self._backoff = 1
+            except EngineError as error:
+                self._not_back(error)
+            except Exception:
+                # A defect of one engine: without its monitor the replica would be lost for good.
+                log.exception("monitoring replica %s failed", self.replica.name)
+
+    def _not_back(self, error: EngineError) -> None:
+        """The replica could not come back."""
+        if isinstance(error, EngineUnreachable):
+            self._backoff = 1
+        else:
+            self._backoff = min(self._backoff * 2, _MAX_BACKOFF)
+            if str(error) != self.replica.problem:
+                log.error("replica %s cannot come back: %s", self.replica.name, error)
+        self.replica.problem = str(error)
+
+    async def _check(self) -> None:
+        """Check a replica that serves."""
+        replica = self.replica
+        if not await self._answers():
+            self._missed += 1
+            if self._missed >= (_MAX_MISSED_UPDATING if replica.updating else _MAX_MISSED):
+                self.members.remove(replica, "it does not answer")
+                replica.cancel_calls()
+            return
+        self._missed = 0
+        if isinstance(replica.engine, ReportsLoad):
+            try:
+                async with asyncio.timeout(_CHECK_TIMEOUT):
+                    replica.load = await replica.engine.load()
+            except (EngineError, TimeoutError):
+                return  # The next check tells whether it is alive.
+            replica.concurrency.adapt(replica.load, replica.in_flight)
+            self.members.dispatcher.fill(replica)
+
+    async def _answers(self) -> bool:
+        engine = self.replica.engine
+        if not isinstance(engine, ReportsHealth):
+            return True
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT):
+                return await engine.healthy()
+        except TimeoutError:
+            return False
+
+    async def _bring_back(self) -> None:
+        replica, members = self.replica, self.members
+        replica.cancel_calls()
+        while True:
+            weights = members.weights
+            await self._prepare(weights)
+            if await members.readmit(replica, weights):
+                break
+        self._missed = 0
+        log.warning("replica %s is back, with version %d", replica.name, weights.version)
+
+    async def _prepare(self, weights: PoolWeights) -> None:
+        """Bring the replica to the given weights, or raise `EngineError`."""
+        replica, engine = self.replica, self.replica.engine
+        # Whatever paused it, here or on the server, is over.
+        await engine.resume()
+        if replica.info is None or weights.folder is None:
+            await engine.start()
+        if weights.folder is not None:
+            await engine.update_weights(weights.folder, weights.version)
+            replica.weights_unknown = False
+            # It may have been restarted with other options: inspect it again.
+            await engine.start()
+        if weights.folder is None and (weights.pushed or replica.weights_unknown):
+            raise EngineError(
+                f"it answers, but the weights of version {weights.version} did not come from a folder and cannot be "
+                "given to it: it waits for the next update that comes from one"
+            )
+        if engine.version != weights.version:
+            raise EngineError(f"it answers, but with weights of version {engine.version}, not {weights.version}")
+        self.members.check(replica)

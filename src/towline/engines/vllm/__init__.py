@@ -1,7 +1,7 @@
-"""vLLM as the engine: token ids in, ids and logprobs out, weights replaced by its own endpoints.
+"""vLLM as the engine: token ids in, ids and logprobs out, weights replaced through its own endpoints.
 
-`engine.py` is the interface, `wire.py` the bodies that go out and the events that come back on either route, `probing.py`
-what a server is asked before it is used, `scoring.py` the logprobs of ids that were not sampled, `media.py` images.
+`engine.py` is the engine, `wire.py` the requests and responses of either route, images included. What it shares with
+SGLang is one folder up: `remote.py` and `server_checks.py`.
 """
 
 from towline.engines.vllm.engine import VllmEngine

@@ -1,10 +1,14 @@
 """What goes over the wire to vLLM and back, as functions of data.
 
-Two routes take ids. `/inference/v1/generate` gives ids, logprobs by id and the spans of weight versions;
-`/v1/completions` with a list of ids gives the first two. Both are read as streams.
+Two routes take ids. `/inference/v1/generate` returns ids, logprobs by id and the spans of weight versions;
+`/v1/completions` with a list of ids returns the first two. Both are read as streams.
 
-Every field that shapes the distribution is sent, whatever its value: what is left out, a server fills in from the model's
-own generation settings, and `ignore_eos` keeps it from stopping at ids of its own.
+Every field that shapes the distribution is sent, whatever its value: the server fills in what is omitted from the model's
+own generation settings, and `ignore_eos` keeps it from stopping at ids of its own. The server applies stop strings.
+
+What stands for an image is found by rendering a message that holds nothing else. A turn is then sent with the template's own
+token in place of each placeholder and the images beside it; the server expands the prompt and reports the result, which
+must be exactly the intended prompt.
 """
 
 from __future__ import annotations
@@ -13,35 +17,41 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from towline.conversation import Finish
-from towline.engines.base import Ids, SampleRequest
-from towline.engines.remote import Flight
-from towline.engines.validation import count, logprob, token_id, token_ids, version_spans
+import numpy as np
+
+from towline.common.images import ImagePlaceholder
+from towline.conversation import Finish, Media
+from towline.engines.base import EngineLoad, Ids, SampleRequest
+from towline.engines.remote import ActiveTurn
+from towline.engines.validation import logprob, token_count, token_id, token_ids, version_spans
+from towline.errors import EngineError
 
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT, "repetition": Finish.LENGTH}
 _SEEDS = 1 << 63
 
 
-class Route(StrEnum):
-    """The way that ids go in."""
+class VllmRoute(StrEnum):
+    """The endpoint that takes token ids."""
 
     GENERATE = "/inference/v1/generate"
+    """Returns ids, logprobs by id and the weight version of each span."""
     COMPLETIONS = "/v1/completions"
+    """Returns ids and logprobs; for servers without the other route."""
 
 
-def turn(route: Route, model: str, request: SampleRequest, limit: int, salt: str) -> dict[str, Any]:
-    """The body that samples a turn. `salt` names the weights, so that no key-value cache crosses them."""
-    params = {**distribution(request.temperature, request.top_p, request.top_k), "max_tokens": limit, "logprobs": 0}
+def turn_body(route: VllmRoute, model: str, request: SampleRequest, limit: int, salt: str) -> dict[str, Any]:
+    """The body that samples a turn. `salt` identifies the weights, so that no key-value cache crosses versions."""
+    params = {**sampling_params(request.temperature, request.top_p, request.top_k), "max_tokens": limit, "logprobs": 0}
     params |= {
         "stop_token_ids": sorted(request.stop_ids),
         "stop": list(request.stop_strings),
-        # Stop strings are found in the text as the model's own tokenizer writes it.
+        # Stop strings are matched in the text as the model's own tokenizer decodes it.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "include_stop_str_in_output": True,
     }
     if request.seed is not None:
-        # A turn that goes on after an abort has a longer prompt, and must not draw the same numbers again.
+        # A turn that continues after an abort has a longer prompt, and must not draw the same numbers again.
         params["seed"] = (request.seed * 1_000_003 + len(request.prompt)) % _SEEDS
     return _body(route, model, request.prompt, params, salt) | {
         "stream": True,
@@ -49,13 +59,15 @@ def turn(route: Route, model: str, request: SampleRequest, limit: int, salt: str
     }
 
 
-def one(route: Route, model: str, prompt: Ids, params: Mapping[str, Any], salt: str) -> dict[str, Any]:
-    """The body of a single token, answered at once and not as a stream."""
+def single_token_body(
+    route: VllmRoute, model: str, prompt: Ids, params: Mapping[str, Any], salt: str
+) -> dict[str, Any]:
+    """The body that requests a single token, not streamed."""
     return _body(route, model, prompt, {"max_tokens": 1, **params}, salt)
 
 
-def distribution(temperature: float, top_p: float = 1.0, top_k: int = 0) -> dict[str, Any]:
-    """All that shapes what is sampled from."""
+def sampling_params(temperature: float, top_p: float = 1.0, top_k: int = 0) -> dict[str, Any]:
+    """Everything that shapes the sampling distribution."""
     return {
         "temperature": temperature,
         "top_p": top_p,
@@ -68,45 +80,45 @@ def distribution(temperature: float, top_p: float = 1.0, top_k: int = 0) -> dict
     }
 
 
-def _body(route: Route, model: str, prompt: Ids, params: Mapping[str, Any], salt: str) -> dict[str, Any]:
+def _body(route: VllmRoute, model: str, prompt: Ids, params: Mapping[str, Any], salt: str) -> dict[str, Any]:
     ids = [int(id) for id in prompt]
-    if route is Route.GENERATE:
+    if route is VllmRoute.GENERATE:
         return {"model": model, "token_ids": ids, "sampling_params": dict(params), "cache_salt": salt}
-    wishes = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
-    return {"model": model, "prompt": ids, **params, **wishes, "cache_salt": salt}
+    options = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
+    return {"model": model, "prompt": ids, **params, **options, "cache_salt": salt}
 
 
-def read(route: Route, event: Mapping[str, Any], flight: Flight) -> int:
-    """Take one event of a stream; how many tokens it brought. Raises `ValueError` and the like for what it may not say."""
+def read_event(route: VllmRoute, event: Mapping[str, Any], turn: ActiveTurn) -> int:
+    """Record one event of a stream; returns how many tokens it carried. Raises `ValueError` or similar if invalid."""
     usage = event.get("usage")
     if usage:
-        flight.prompt_tokens = count(usage["prompt_tokens"], "prompt_tokens")
-        flight.cached_tokens = cached(usage) or 0
+        turn.prompt_tokens = token_count(usage["prompt_tokens"], "prompt_tokens")
+        turn.cached_tokens = cached_tokens(usage) or 0
     fresh = 0
     for choice in event.get("choices") or ():
-        ids = token_ids(choice.get("token_ids"), flight.vocabulary)
+        ids = token_ids(choice.get("token_ids"), turn.vocabulary)
         logprobs = _logprobs(route, choice, ids)
-        flight.ids += ids
-        flight.logprobs += logprobs
+        turn.ids += ids
+        turn.logprobs += logprobs
         fresh += len(ids)
         if choice.get("finish_reason") is not None:
-            _end(choice, flight)
+            _end(choice, turn)
     return fresh
 
 
-def _logprobs(route: Route, choice: Mapping[str, Any], ids: list[int]) -> list[float]:
-    told = choice.get("logprobs") or {}
-    if route is Route.GENERATE:
-        found = [(token_id(entry["token_id"]), logprob(entry["logprob"])) for entry in told.get("content") or ()]
+def _logprobs(route: VllmRoute, choice: Mapping[str, Any], ids: list[int]) -> list[float]:
+    reported = choice.get("logprobs") or {}
+    if route is VllmRoute.GENERATE:
+        found = [(token_id(entry["token_id"]), logprob(entry["logprob"])) for entry in reported.get("content") or ()]
     else:
-        pairs = zip(told.get("tokens") or (), told.get("token_logprobs") or (), strict=True)
-        found = [(id_of(token), logprob(value)) for token, value in pairs]
+        pairs = zip(reported.get("tokens") or (), reported.get("token_logprobs") or (), strict=True)
+        found = [(parse_token_id(token), logprob(value)) for token, value in pairs]
     if [id for id, _ in found] != ids:
         raise ValueError(f"it holds the ids {ids[:8]} and logprobs of the ids {[id for id, _ in found][:8]}")
     return [value for _, value in found]
 
 
-def id_of(token: str) -> int:
+def parse_token_id(token: str) -> int:
     """The id in `token_id:7`."""
     digits = token.removeprefix("token_id:")
     if not (digits.isascii() and digits.isdecimal()):
@@ -114,39 +126,117 @@ def id_of(token: str) -> int:
     return token_id(int(digits))
 
 
-def _end(choice: Mapping[str, Any], flight: Flight) -> None:
+def _end(choice: Mapping[str, Any], turn: ActiveTurn) -> None:
     reason, stopped = choice["finish_reason"], choice.get("stop_reason")
     if isinstance(stopped, str):
-        flight.finish, flight.stop_string = Finish.STOP_STRING, stopped
+        turn.finish, turn.stop_string = Finish.STOP_STRING, stopped
     elif reason in _FINISH:
-        flight.finish = _FINISH[reason]
+        turn.finish = _FINISH[reason]
     else:
-        raise ValueError(f"the finish reason {reason!r} is not one of {', '.join(_FINISH)}")
+        raise ValueError(f"finish reason {reason!r} is not one of {', '.join(_FINISH)}")
     spans = choice.get("weight_versions") or ()
-    # Before the first update a server's label is a word.
+    # Before the first update the server's label is not a number.
     if spans and all(str(span["version"]).isdecimal() for span in spans):
-        told = ((int(span["version"]), span["start"], span["end"]) for span in spans)
-        flight.versions = version_spans(told, len(flight.ids))
+        reported = ((int(span["version"]), span["start"], span["end"]) for span in spans)
+        turn.versions = version_spans(reported, len(turn.ids))
 
 
-def labels(event: Mapping[str, Any]) -> list[str]:
-    """What an event says that the weights are called which sampled the turn: nothing before its end."""
+def weight_labels(event: Mapping[str, Any]) -> list[str]:
+    """The labels of the weights that sampled the turn, according to an event: none before its end."""
     choices = event.get("choices") or ()
     return [str(span["version"]) for choice in choices for span in choice.get("weight_versions") or ()]
 
 
-def cached(usage: Mapping[str, Any]) -> int | None:
-    """How many prompt tokens came from the prefix cache; None if the server does not tell."""
+def cached_tokens(usage: Mapping[str, Any]) -> int | None:
+    """How many prompt tokens came from the prefix cache; None if the server does not report it."""
     details = usage.get("prompt_tokens_details")
-    told = details.get("cached_tokens") if details else None
-    return None if told is None else count(told, "cached_tokens")
+    reported = details.get("cached_tokens") if details else None
+    return None if reported is None else token_count(reported, "cached_tokens")
 
 
-def top(route: Route, answer: Mapping[str, Any]) -> dict[int, float]:
-    """The logprobs of the first position, by id, of an answer to `one`."""
-    told = answer["choices"][0].get("logprobs") or {}
-    if route is Route.GENERATE:
-        content = told.get("content") or [{}]
+def top_logprobs(route: VllmRoute, answer: Mapping[str, Any]) -> dict[int, float]:
+    """The logprobs of the first position, by id, of a response to `single_token_body`."""
+    reported = answer["choices"][0].get("logprobs") or {}
+    if route is VllmRoute.GENERATE:
+        content = reported.get("content") or [{}]
         return {token_id(entry["token_id"]): float(entry["logprob"]) for entry in content[0].get("top_logprobs") or ()}
-    found = (told.get("top_logprobs") or [{}])[0]
-    return {id_of(token): float(logprob) for token, logprob in found.items()}
+    found = (reported.get("top_logprobs") or [{}])[0]
+    return {parse_token_id(token): float(logprob) for token, logprob in found.items()}
+
+
+RENDER = "/v1/chat/completions/render"
+PROBE_IMAGE = Media(
+    "image",
+    "",
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAADgAAAA4CAIAAAAn5KxJAAAARElEQVR42u3OQQkAAAgEsItjRCMay4cphMECLNXzQkRFRU"
+    "VFRUVFRUVFRUVFRUVFRUVFRUVFRUVFRUVFRUVFRUVFRc8CPfE7AD+J8GEAAAAASUVORK5CYII=",
+)
+"""An image that any vision model accepts."""
+_CONTEXT_IDS = 8
+
+
+def image_render_body(model: str, media: Media) -> dict[str, Any]:
+    """The body that renders a message with one image."""
+    part = {"type": "image_url", "image_url": {"url": media.url}}
+    return {"model": model, "messages": [{"role": "user", "content": [part]}]}
+
+
+def image_placeholder(answer: Mapping[str, Any]) -> ImagePlaceholder | None:
+    """The placeholder of a rendered message's image; `None` if it holds none."""
+    features = answer.get("features") or {}
+    places, keys = (features.get(name, {}).get("image") or [] for name in ("mm_placeholders", "mm_hashes"))
+    if len(places) != 1 or len(keys) != 1:
+        return None
+    ids = np.asarray(answer["token_ids"], np.int32)
+    start, end = int(places[0]["offset"]), int(places[0]["offset"]) + int(places[0]["length"])
+    return ImagePlaceholder(
+        ids[start:end], ids[max(0, start - _CONTEXT_IDS) : start], ids[end : end + _CONTEXT_IDS], str(keys[0])
+    )
+
+
+def image_fields(request: SampleRequest) -> dict[str, Any]:
+    """The fields for a turn with images: the prompt as the template wrote it, and the images in order."""
+    parts: list[Ids] = []
+    place = 0
+    for image in request.media:
+        parts += (request.prompt[place : image.start], np.asarray(image.written, np.int32))
+        place = image.start + image.length
+    parts.append(request.prompt[place:])
+    content = [{"type": "image_url", "url": image.media.url} for image in request.media]
+    return {"token_ids": np.concatenate(parts).tolist(), "content_parts": content, "return_token_ids": True}
+
+
+def check_rendered_prompt(event: Mapping[str, Any], request: SampleRequest) -> bool:
+    """Whether an event reports the prompt; raises if it is not the intended one."""
+    reported = event.get("prompt_token_ids")
+    if reported is None:
+        return False
+    if not np.array_equal(np.asarray(reported, np.int32), request.prompt):
+        raise EngineError(
+            f"the server rendered a prompt of {len(reported)} tokens, not the {len(request.prompt)} that were intended"
+        )
+    ranges = [(place["offset"], place["length"]) for place in (event.get("mm_placeholders") or {}).get("image", ())]
+    intended = [(image.start, image.length) for image in request.media]
+    if ranges and ranges != intended:
+        raise EngineError(f"the server put images at {ranges}, not at {intended}")
+    return True
+
+
+def sum_metric(text: str, name: str) -> float | None:
+    """A Prometheus metric, summed over its labels."""
+    values = _metric_values(text, name)
+    return sum(values) if values else None
+
+
+def _metric_values(text: str, name: str) -> list[float]:
+    """A Prometheus metric, one value per set of labels: a server with data-parallel ranks has one per rank."""
+    lines = (line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+    return [float(line.rpartition(" ")[2]) for line in lines]
+
+
+def parse_load(text: str) -> EngineLoad:
+    """How busy the server is, from its metrics; with several ranks, the fullest cache counts."""
+    running, waiting = sum_metric(text, "vllm:num_requests_running"), sum_metric(text, "vllm:num_requests_waiting")
+    if running is None or waiting is None:
+        raise EngineError("the server's /metrics do not report its requests: start it without --disable-log-stats")
+    return EngineLoad(int(running), int(waiting), max(_metric_values(text, "vllm:kv_cache_usage_perc"), default=None))

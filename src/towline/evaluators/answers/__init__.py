@@ -1,4 +1,4 @@
-"""Answers of mathematics and science: found in a text, read as numbers, quantities or expressions, and compared.
+"""Compares answers in mathematics and science: numbers, quantities, expressions, collections.
 
-Nothing here evaluates code: texts are read by a small grammar into trees of data, and only trees are computed with.
+Nothing here evaluates code: a small grammar parses texts into trees of data, and only trees are computed with.
 """

@@ -1,4 +1,4 @@
-"""A small grammar of mathematics, LaTeX and plain, into trees of tuples. Text goes in, data comes out, nothing is run.
+"""A small grammar of mathematics, LaTeX and plain, parsed into trees of tuples. No text is ever executed.
 
 A tree is `("num", "3/4")`, `("sym", "x")`, `("const", "pi")`, `("neg", a)`, `("add" | "mul" | "div" | "pow", a, b)`,
 `("call", name, a, …)`, `("rel", sign, a, b)`, or one of the collections `("list" | "set" | "union", …)`,
@@ -7,28 +7,66 @@ A tree is `("num", "3/4")`, `("sym", "x")`, `("const", "pi")`, `("neg", a)`, `("
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from towline.evaluators.answers.tokens import CONSTANTS, FUNCTIONS, GREEK, NotMathematics, tokens
+MAX_TOKENS = 600
+_TOKEN = re.compile(
+    r"\s*(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|\\[A-Za-z]+|[A-Za-z]+|<=|>=|!=|\*\*|.)", re.DOTALL
+)
+FUNCTIONS = {
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "asin", "acos", "atan", "sinh", "cosh", "tanh",
+    "log", "ln", "exp", "sqrt", "abs", "cbrt", "factorial",
+}  # fmt: skip
+CONSTANTS = {"pi": "pi", "e": "e", "i": "i", "infty": "inf", "inf": "inf", "infinity": "inf"}
+GREEK = {
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "theta", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau",
+    "phi", "varphi", "omega", "psi", "chi", "eta", "zeta", "kappa",
+}  # fmt: skip
+
+
+class _NotMath(ValueError):
+    """The text does not match the grammar."""
+
+
+def tokenize(text: str) -> list[str]:
+    """The tokens of a text. `xy` is x times y; a longer unknown word means that the text is not mathematics."""
+    found = [match[1] for match in _TOKEN.finditer(text) if match[1].strip()]
+    if not found or len(found) > MAX_TOKENS:
+        raise _NotMath
+    spelled: list[str] = []
+    for token in found:
+        if not token[0].isalpha() or len(token) == 1 or spelled[-2:] in (["\\begin", "{"], ["\\end", "{"]):
+            spelled.append(token)
+        elif token in ("and", "or"):
+            spelled.append(",")
+        elif token.lower() in FUNCTIONS or token.lower() in CONSTANTS or token in GREEK or token == "frac":
+            spelled.append(f"\\{token.lower()}")
+        elif len(token) <= 3:
+            spelled += list(token)
+        else:
+            raise _NotMath
+    return spelled
+
 
 Tree = tuple[Any, ...]
 
-MOST_DEPTH = 60
+MAX_DEPTH = 60
 _OPEN = {"(": ")", "[": "]", "\\lbrace": "\\rbrace", "\\lvert": "\\rvert", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "<=": "<=", ">=": ">=", "!=": "!=", "\\in": "in"}
 
 
 def parse(text: str) -> Tree | None:
-    """The tree of a cleaned text; `None` if it is not mathematics."""
+    """The tree of a normalized text; `None` if it is not mathematics."""
     try:
         return _Parser(text).whole()
-    except NotMathematics:
+    except _NotMath:
         return None
 
 
 class _Parser:
     def __init__(self, text: str):
-        self.tokens = tokens(text)
+        self.tokens = tokenize(text)
         self.at = 0
         self.depth = 0
         self.bars = 0
@@ -39,18 +77,18 @@ class _Parser:
     def take(self, wanted: str = "") -> str:
         token = self.peek()
         if not token or (wanted and token != wanted):
-            raise NotMathematics
+            raise _NotMath
         self.at += 1
         return token
 
     def whole(self) -> Tree:
-        """Everything, to the end: one thing, or a list of them."""
+        """The whole text: one expression, or a list of them."""
         items = [self.relation()]
         while self.peek() in (",", ";", "\\lor", "\\land"):
             self.take()
             items.append(self.relation())
         if self.peek():
-            raise NotMathematics
+            raise _NotMath
         return items[0] if len(items) == 1 else ("list", *items)
 
     def relation(self) -> Tree:
@@ -69,8 +107,8 @@ class _Parser:
 
     def sum(self) -> Tree:
         self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise NotMathematics
+        if self.depth > MAX_DEPTH:
+            raise _NotMath
         left = self.term()
         while self.peek() in ("+", "-", "\\pm"):
             sign = self.take()
@@ -120,8 +158,8 @@ class _Parser:
     def signed(self) -> Tree:
         if self.peek() in ("+", "-"):
             self.depth += 1
-            if self.depth > MOST_DEPTH:
-                raise NotMathematics
+            if self.depth > MAX_DEPTH:
+                raise _NotMath
             sign = self.take()
             value = self.signed()
             self.depth -= 1
@@ -147,11 +185,11 @@ class _Parser:
                 below = "'" if mark == "'" else f"_{_spelled(self.argument())}"
                 value = ("sym", f"{value[1]}{below}")
             else:
-                raise NotMathematics
+                raise _NotMath
         return value
 
     def argument(self) -> Tree:
-        """What follows `^`, `_`, `\\frac` or `\\sqrt`: a group, or one token; of a number, one digit in LaTeX."""
+        """The argument of `^`, `_`, `\\frac` or `\\sqrt`: a group, or one token; in LaTeX, one digit of a number."""
         if self.peek() == "{":
             return self.group()
         return self.atom()
@@ -171,8 +209,8 @@ class _Parser:
 
     def atom(self) -> Tree:
         self.depth += 1
-        if self.depth > MOST_DEPTH:
-            raise NotMathematics
+        if self.depth > MAX_DEPTH:
+            raise _NotMath
         try:
             return self._atom()
         finally:
@@ -210,12 +248,12 @@ class _Parser:
             return ("const", CONSTANTS[name])
         if (len(token) == 1 and token.isalpha()) or (token != name and name in GREEK):
             return ("sym", name)
-        raise NotMathematics
+        raise _NotMath
 
     def _number(self, token: str) -> Tree:
         value = ("num", token.rstrip(".") if not token.rstrip(".").endswith("e") else token)
         if token.isdigit():
-            # A whole number right before a fraction of whole numbers is a mixed number.
+            # An integer right before a fraction of integers is a mixed number.
             if self.peek() == "\\frac":
                 start = self.at
                 part = self.atom()
@@ -270,14 +308,14 @@ class _Parser:
         end = self.take()
         if opening == "\\lbrace":
             if end != closing:
-                raise NotMathematics
+                raise _NotMath
             return ("set", *found)
         if opening in ("\\lvert", "\\lfloor", "\\lceil"):
             if end != closing or len(found) != 1:
-                raise NotMathematics
+                raise _NotMath
             return ("call", {"\\lvert": "abs", "\\lfloor": "floor", "\\lceil": "ceiling"}[opening], found[0])
         if end not in (")", "]"):
-            raise NotMathematics
+            raise _NotMath
         if len(found) == 1 and (opening, end) in (("(", ")"), ("[", "]")):
             return found[0]
         return ("tuple", opening, end, *found)
@@ -285,7 +323,7 @@ class _Parser:
     def _matrix(self) -> Tree:
         name = self._environment()
         if name not in ("matrix", "pmatrix", "bmatrix", "vmatrix"):
-            raise NotMathematics
+            raise _NotMath
         rows: list[Tree] = []
         row: list[Tree] = [self.sum()]
         while True:
@@ -302,7 +340,7 @@ class _Parser:
                 self._environment()
                 return ("matrix", *rows, *([tuple(row)] if row else []))
             else:
-                raise NotMathematics
+                raise _NotMath
 
     def _environment(self) -> str:
         self.take("{")
@@ -316,4 +354,4 @@ class _Parser:
 def _spelled(tree: Tree) -> str:
     if tree[0] in ("num", "sym", "const"):
         return str(tree[1])
-    raise NotMathematics
+    raise _NotMath

@@ -1,6 +1,7 @@
-"""The process that compares two trees with sympy: reads them as JSON, prints `equal` or `different`.
+"""The child process that compares two trees with sympy: reads them as JSON, prints `equal` or `different`.
 
-Its memory and processor time are limited before sympy is imported, so that no expression costs more than it may.
+Memory and CPU time are limited before sympy is imported, so the cost of any expression is bounded. Runs by file path in
+isolated mode and imports nothing of Towline.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds + _IMPORTING, seconds + _IMPORTING))
     expected, given = json.load(sys.stdin)
     importlib.import_module("sympy")
-    # By processor time, so that a busy machine decides the same; nothing handles it, so that it also ends what never
-    # comes back to Python.
+    # CPU time gives the same result on a busy machine. The signal has no handler, so it also ends code that never returns
+    # to Python.
     signal.setitimer(signal.ITIMER_PROF, seconds)
     print("equal" if equal(expected, given) else "different")
 
@@ -35,7 +36,7 @@ def equal(expected: list[Any], given: list[Any]) -> bool:
         sides = [build(sympy, relation[2]) - build(sympy, relation[3]) for relation in (expected, given)]
         if any(sympy.simplify(side) == 0 for side in sides):
             return all(sympy.simplify(side) == 0 for side in sides)
-        # The same equation, perhaps multiplied by a number.
+        # The same equation, possibly multiplied by a number.
         ratio = sympy.simplify(sides[0] / sides[1])
         return bool(ratio.is_number) and ratio != 0
     difference = build(sympy, expected) - build(sympy, given)
@@ -50,7 +51,7 @@ def build(sympy: Any, tree: list[Any]) -> Any:
     if kind == "num":
         return sympy.Rational(parts[0])
     if kind == "sym":
-        # Positive, so that roots and logarithms of unknowns come apart as in a textbook.
+        # Positive, so that roots and logarithms of unknowns simplify as in a textbook.
         return sympy.Symbol(parts[0], positive=True)
     if kind == "const":
         return {"pi": sympy.pi, "e": sympy.E, "i": sympy.I, "inf": sympy.oo}[parts[0]]

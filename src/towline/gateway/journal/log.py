@@ -1,53 +1,56 @@
-"""The open journal: appends gathered into batches by a writer thread, and the upkeep of complete segments."""
+"""The open journal: appends batched by a writer thread, and maintenance of complete segments."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from towline import locks
-from towline.crashpoints import crash_point
+from towline.common.crashpoints import crash_point
+from towline.common.files import Quarantine, sync_folder
 from towline.errors import ConfigError
-from towline.gateway.journal.codec import JournalError, Record, RecordError, decode
-from towline.gateway.journal.salvage import make_whole
 from towline.gateway.journal.segments import (
     FRAME_HEADER,
+    LOCK,
     Disk,
     JournalCorrupt,
+    JournalError,
+    Record,
+    RecordError,
     SegmentReader,
     SegmentWriter,
-    UnknownFormat,
-    rewrite,
+    UnknownJournalFormat,
+    decode,
+    lock_folder,
+    make_folder,
+    repair,
+    rewrite_segment,
     segment_numbers,
     segment_path,
-    sync_folder,
 )
-from towline.quarantine import Quarantine
 
 MAX_PAYLOAD = 1 << 30
 _PENDING_BYTES = 64 << 20
-"""Hand-overs beyond this much unwritten data wait for the writer, so that memory stays bounded."""
-_LOCK = "lock"
+"""Appends beyond this much unwritten data wait for the writer, so that memory stays bounded."""
 _CLOSING_SECONDS = 120.0
-"""How long closing waits for what is pending to be written and synced."""
+"""How long closing waits for pending records to be written and synced."""
 
 
 class SyncMode(StrEnum):
-    """When an append counts as done; the table of this package says what each survives."""
+    """When an append is acknowledged; the table in this package's docstring says what each mode survives."""
 
     GROUP = "group"
+    """After the fdatasync of its batch."""
     OS = "os"
+    """After the write to the kernel."""
     NONE = "none"
+    """At once, before it is written."""
 
 
 @dataclass(slots=True)
@@ -59,26 +62,26 @@ class _Pending:
 
 
 class Journal:
-    """An open journal. Every method may be called from any thread and any event loop."""
+    """An open journal. All methods may be called from any thread and any event loop."""
 
     def __init__(self, folder: Path, lock: int, mode: SyncMode, segment_bytes: int, disk: Disk):
         """Use `Journal.open`."""
         self.folder = folder
         self.mode = mode
         self.repaired_bytes = 0
-        """Bytes of a torn end that opening cut off."""
+        """Bytes of a torn end that were cut off at opening."""
         self._segment_bytes = segment_bytes
         self._disk = disk
         self._lock_file: int | None = lock
         self._closed: dict[int, int] = {}
-        """Complete segments and how many records they hold."""
+        """Number of records per complete segment."""
         self._active = self._recover()
         self._pending: list[_Pending] = []
         self._pending_bytes = 0
         self._failure: Exception | None = None
         self._closing = False
         self._wake = threading.Condition()
-        """Guards everything above that changes; wakes the writer thread."""
+        """Guards all mutable state above; wakes the writer thread."""
         self._maintenance = threading.Lock()
         """Held while complete segments are rewritten or removed."""
         self._thread = threading.Thread(target=self._run, name="towline-journal", daemon=True)
@@ -96,23 +99,23 @@ class Journal:
     ) -> Self:
         """Lock the folder, verify every record in it, repair the end, and start a new segment.
 
-        With `quarantine`, no damage is an error: what is damaged is kept there, and the valid records stay.
+        With `quarantine`, damage is not an error: damaged files are kept there, and the valid records stay.
         """
         try:
             if quarantine is not None:
                 quarantine.make_folder(folder)
-                if (folder / _LOCK).is_dir():
-                    quarantine.move(folder / _LOCK, "a file should be there")
-            _make_folder(folder)
+                if (folder / LOCK).is_dir():
+                    quarantine.move(folder / LOCK, "expected a file")
+            make_folder(folder)
             with contextlib.ExitStack() as undo:
-                lock = _lock_folder(folder)
+                lock = lock_folder(folder)
                 undo.callback(os.close, lock)
                 try:
                     journal = cls(folder, lock, SyncMode(mode), segment_bytes, disk)
-                except (JournalCorrupt, UnknownFormat, OSError):
+                except (JournalCorrupt, UnknownJournalFormat, OSError):
                     if quarantine is None:
                         raise
-                    make_whole(folder, quarantine, disk)
+                    repair(folder, quarantine, disk)
                     journal = cls(folder, lock, SyncMode(mode), segment_bytes, disk)
                 undo.pop_all()
                 return journal
@@ -133,10 +136,10 @@ class Journal:
             if newest and not reader.sealed:
                 self.repaired_bytes = reader.size - reader.end
                 if not reader.count:
-                    first_free = number  # nothing is lost when the new segment takes its name
+                    first_free = number  # it is empty: the new segment takes its name
                     break
                 valid = SegmentReader(self.folder, number, newest=True)
-                rewrite(self.folder, number, valid, self._disk, "recover")
+                rewrite_segment(self.folder, number, valid, self._disk, "recover")
             self._closed[number] = reader.count
             first_free = number + 1
         return self._create(first_free)
@@ -151,19 +154,19 @@ class Journal:
         return segment
 
     async def append(self, payload: bytes, *, sync: bool = True) -> None:
-        """Returns when the record is safe for the mode; with `sync=False`, when it has its place in the order.
+        """Return when the record is as safe as the mode promises; with `sync=False`, when its order is fixed.
 
         A cancelled append may still be written.
         """
         if len(payload) > MAX_PAYLOAD:
-            raise RecordError(f"a record of {len(payload)} bytes; the journal takes up to {MAX_PAYLOAD}")
+            raise RecordError(f"a record of {len(payload)} bytes exceeds the journal's limit of {MAX_PAYLOAD}")
         wait = sync and self.mode is not SyncMode.NONE
         waiter = self._hand_over(payload, sync=wait and self.mode is SyncMode.GROUP, wait=wait)
         if waiter is not None:
             await waiter
 
     async def flush(self) -> None:
-        """Returns when everything handed over so far is synced to disk, whatever the mode."""
+        """Return when everything appended so far is synced to disk, in any mode."""
         waiter = self._hand_over(None, sync=True, wait=True)
         if waiter is not None:
             await waiter
@@ -182,7 +185,7 @@ class Journal:
         return waiter
 
     def _run(self) -> None:
-        """The writer thread: whatever gathers while one batch is written and synced is the next batch."""
+        """The writer thread: records that arrive while one batch is written and synced form the next batch."""
         batch: list[_Pending] = []
         try:
             while True:
@@ -195,7 +198,7 @@ class Journal:
                 _settle(batch, lambda: None)
             if self._active.count:
                 self._active.seal()
-        except Exception as error:  # whatever it is, nobody may wait for ever and nothing more may be acknowledged
+        except Exception as error:  # no caller may wait forever, and nothing more may be acknowledged
             with self._wake:
                 self._failure = error
                 batch, self._pending = batch + self._pending, []
@@ -228,7 +231,7 @@ class Journal:
 
     @property
     def trouble(self) -> str:
-        """Why it takes no more records; empty while it does."""
+        """Why the journal accepts no more records; empty while it does."""
         return "" if self._failure is None else str(self._stopped())
 
     def _stopped(self) -> JournalError:
@@ -237,8 +240,8 @@ class Journal:
         return error
 
     def records(self, unreadable: Callable[[bytes, RecordError], None] | None = None) -> Iterator[Record]:
-        """What the log holds at this moment, in order, a record at a time. Not to be read on while `compact` or
-        `drop_segments` runs. Payloads that are no records go to `unreadable`; without it they are an error."""
+        """The current records in order, one at a time. Must not be iterated while `compact` runs.
+        Payloads that are not records are passed to `unreadable`; without it they are an error."""
         with self._wake:
             closed, active, limit = sorted(self._closed), self._active.number, self._active.written
         readers = [SegmentReader(self.folder, number, newest=False) for number in closed]
@@ -246,29 +249,21 @@ class Journal:
         return _decoded((payload for reader in readers for payload in reader), unreadable)
 
     async def compact(self, keep: Callable[[Record], bool]) -> int:
-        """Rewrite complete segments without the records that `keep` refuses, and without payloads that are none; the
-        bytes this freed.
+        """Rewrite complete segments without the records that `keep` rejects and without unreadable payloads; returns the
+        number of bytes freed.
 
-        `keep` is called in another thread, once a record. Appends go on meanwhile. A crash leaves each segment as it
-        was or compacted. An empty segment goes once no older one is left: a gap in the numbers always means damage.
+        `keep` is called in another thread, once per record. Appends continue meanwhile. A crash leaves each segment either
+        unchanged or compacted. An empty segment is removed once no older one is left: a gap in the numbers always means
+        damage.
         """
-        return await asyncio.to_thread(self._maintain, lambda: self._compact(keep))
+        return await asyncio.to_thread(self._maintain, keep)
 
-    async def drop_segments(self, *, before: int) -> int:
-        """Remove the complete segments with a number below `before`; the bytes this freed."""
-        return await asyncio.to_thread(self._maintain, lambda: self._drop(lambda number: number < before))
-
-    @property
-    def active_segment(self) -> int:
-        """The number of the segment that takes new records."""
-        return self._active.number
-
-    def _maintain(self, work: Callable[[], int]) -> int:
+    def _maintain(self, keep: Callable[[Record], bool]) -> int:
         with self._maintenance:
             if self._lock_file is None:
                 raise JournalError(f"the journal in {self.folder} is closed")
             try:
-                return work()
+                return self._compact(keep) + self._drop_empty()
             except OSError as error:
                 raise JournalError(f"the journal in {self.folder} cannot be compacted: {error}") from error
 
@@ -280,21 +275,21 @@ class Journal:
             if not all(kept):
                 again = SegmentReader(self.folder, number, newest=False)
                 rest = (payload for payload, needed in zip(again, kept, strict=True) if needed)
-                freed += before.size - rewrite(self.folder, number, rest, self._disk, "compact")
+                freed += before.size - rewrite_segment(self.folder, number, rest, self._disk, "compact")
                 with self._wake:
                     self._closed[number] = sum(kept)
-        return freed + self._drop(lambda number: self._closed[number] == 0)
+        return freed
 
-    def _drop(self, unneeded: Callable[[int], bool]) -> int:
+    def _drop_empty(self) -> int:
         freed = 0
         for number in self._complete():
-            if not unneeded(number):
+            if self._closed[number]:
                 break
             path = segment_path(self.folder, number)
             freed += path.stat().st_size
             path.unlink()
             crash_point("journal.dropped")
-            sync_folder(self.folder)  # one by one: a later file must not vanish before an earlier one
+            sync_folder(self.folder)  # one by one: a later file must not disappear before an earlier one
             with self._wake:
                 del self._closed[number]
         return freed
@@ -304,9 +299,9 @@ class Journal:
             return sorted(self._closed)
 
     async def close(self) -> None:
-        """Write, sync and seal what is pending and let the folder go; raises if that, or anything before, failed.
+        """Write, sync and seal pending records and release the folder; raises if that, or any earlier write, failed.
 
-        Closing again does nothing.
+        Closing again is a no-op.
         """
         await asyncio.to_thread(self._close)
 
@@ -316,7 +311,7 @@ class Journal:
             self._wake.notify()
         self._thread.join(_CLOSING_SECONDS)
         if self._thread.is_alive():
-            raise JournalError(f"the disk under {self.folder} does not answer: the last records may not be safe")
+            raise JournalError(f"the disk of {self.folder} does not respond; the last records may be lost")
         with self._maintenance:
             if self._lock_file is None:
                 return
@@ -333,10 +328,10 @@ class Journal:
 
 
 def replay(folder: Path) -> Iterator[Record]:
-    """The records of a journal that need not be open, in order, a record at a time. Changes nothing; a torn end is left
-    out, any other damage is `JournalCorrupt`."""
+    """The records of a journal, open or not, in order, one at a time. Read-only; a torn end is skipped, any other damage
+    raises `JournalCorrupt`."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no journal folder {folder}")
+        raise ConfigError(f"the journal folder {folder} does not exist")
     numbers = segment_numbers(folder)
     readers = (SegmentReader(folder, number, newest=number == numbers[-1]) for number in numbers)
     return (decode(payload) for reader in readers for payload in reader)
@@ -363,13 +358,13 @@ def _is_kept(payload: bytes, keep: Callable[[Record], bool]) -> bool:
 
 
 def _settle(batch: list[_Pending], outcome: Callable[[], JournalError | None]) -> None:
-    """Wake the waiters in order, with one call into each event loop."""
+    """Wake the waiters in order, with one call per event loop."""
     waiters: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for entry in batch:
         if entry.waiter is not None:
             waiters.setdefault(entry.waiter.get_loop(), []).append(entry.waiter)
     for loop, futures in waiters.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no waiter is left
             loop.call_soon_threadsafe(_resolve, futures, outcome)
 
 
@@ -382,30 +377,3 @@ def _resolve(futures: list[asyncio.Future[None]], outcome: Callable[[], JournalE
             future.set_result(None)
         else:
             future.set_exception(error)
-
-
-def _make_folder(folder: Path) -> None:
-    """Create the folder and what is missing above it, durably."""
-    if not folder.is_dir():
-        _make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
-
-
-def _lock_folder(folder: Path) -> int:
-    """Take the folder for this process; the kernel gives it back when the process ends, however it ends."""
-    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        locks.take(handle)
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        who = f"process {os.getpid()} ({Path(sys.argv[0]).name}) on {socket.gethostname()} since {since}"
-        os.ftruncate(handle, 0)
-        os.write(handle, who.encode())
-    except BlockingIOError as error:
-        who = os.read(handle, 1000).decode(errors="replace") or "another process"
-        os.close(handle)
-        raise ConfigError(f"the journal folder {folder} is in use by {who}; stop it or give another folder") from error
-    except OSError:
-        os.close(handle)
-        raise
-    return handle

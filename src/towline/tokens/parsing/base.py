@@ -1,8 +1,8 @@
-"""What a format is: sampled text to a reply, and a reply to the text that a model of the family would sample.
+"""What an output format is: sampled text to a reply, and a reply to the text that a model of the family would sample.
 
-Invariant: `parse` is total and loses nothing. It raises on no input, and every visible character of the text that is
-not recognised markup is in the reply's text, its reasoning or one of its calls. A call that cannot be read is left in
-the text as it stands, so that the harness, and the model on its next turn, see what was sampled.
+Invariant: `parse` is total and loses nothing. It raises on no input, and every visible character that is not recognised
+markup is in the reply's text, its reasoning or one of its calls. A call that cannot be parsed stays in the text as it is,
+so that the harness, and the model on its next turn, see what was sampled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from towline.conversation import Tool
 from towline.errors import TowlineError
 
 SPACE = " \t\r\n"
-"""What counts as space around markup; wider Unicode space is content."""
+"""White space around markup; other Unicode white space is content."""
 
 
 @dataclass(slots=True)
@@ -30,30 +30,30 @@ class ParsedCall:
 
 
 @dataclass(slots=True)
-class Parsed:
-    """What was read from one turn's text."""
+class ParsedReply:
+    """What was parsed from one turn's text."""
 
     text: str
-    """What the harness is shown as content."""
+    """What the harness receives as content."""
     reasoning: str | None
-    """Without its outer space; `None` where there is none or nothing in it."""
+    """Stripped; `None` if there is none or it is empty."""
     calls: tuple[ParsedCall, ...]
     malformed: tuple[str, ...]
-    """Raw text of calls that could not be read; it is part of `text` too."""
+    """Raw text of calls that could not be parsed; it is part of `text` too."""
     reasoning_open: bool
     """The text ended inside reasoning."""
 
 
-class Unwritable(TowlineError):
-    """A reply that a format cannot carry: reading its text back would give something else."""
+class UnwritableReply(TowlineError):
+    """A reply that a format cannot express: parsing its text would give something else."""
 
     def __init__(self, format: str, reason: str):
-        super().__init__(f"the format {format!r} cannot carry this reply: {reason}")
+        super().__init__(f"the format {format!r} cannot express this reply: {reason}")
         self.format = format
         self.reason = reason
 
 
-class Format(Protocol):
+class OutputFormat(Protocol):
     """How one family of models writes reasoning, text and calls."""
 
     @property
@@ -61,13 +61,13 @@ class Format(Protocol):
 
     @property
     def thinking(self) -> tuple[tuple[str, str], ...]:
-        """Tags of reasoning. A prompt that ends with an opening one has begun it."""
+        """Pairs of reasoning tags. A prompt that ends with an opening tag has opened the reasoning."""
         ...
 
-    def parse(self, text: str, tools: Sequence[Tool], *, reasoning_open: bool) -> Parsed:
-        """Read one turn's text, special tokens kept, without its end-of-turn token.
+    def parse(self, text: str, tools: Sequence[Tool], *, reasoning_open: bool) -> ParsedReply:
+        """Parse one turn's text, special tokens kept, without its end-of-turn token.
 
-        `reasoning_open` says that the prompt has opened the reasoning already.
+        `reasoning_open` says that the prompt already opened the reasoning.
         """
         ...
 
@@ -82,8 +82,8 @@ class Format(Protocol):
     ) -> str:
         """What a model of the family would sample for this reply, without the end-of-turn token.
 
-        `parse` reads it back to the same reply, but for space around the text and the reasoning and for native ids in
-        formats that have none. `tools` are those that it will be parsed with; without them, a parameter is taken to
-        be declared as its values are. Raises `Unwritable` with the reason if the reply cannot be read back.
+        `parse` gives the same reply back, except for white space around text and reasoning, and for native ids in formats
+        that have none. `tools` are those that it will be parsed with; without them, each parameter counts as declared
+        with the type of its values. Raises `UnwritableReply` with the reason if the reply cannot be parsed back.
         """
         ...

@@ -1,7 +1,7 @@
-"""TRL: rollouts for `GRPOTrainer`, a worker for `AsyncGRPOTrainer`, and the way of their weights to the engine.
+"""TRL: rollouts for `GRPOTrainer`, a worker for `AsyncGRPOTrainer`, and weight transfer for both.
 
-`rollout.py` is `GRPOTrainer(rollout_func=)`, `worker.py` is `AsyncGRPOTrainer(rollout_worker=)`, `weights.py` is what both
-push with, and `AsyncGRPOTrainer(weight_transfer=)`. TRL itself is imported when a row of its own types is made.
+`rollout.py` is for `GRPOTrainer(rollout_func=)`, `worker.py` for `AsyncGRPOTrainer(rollout_worker=)`, `weights.py` pushes
+weights for both and is `AsyncGRPOTrainer(weight_transfer=)`. TRL is imported only when a row of its types is made.
 """
 
 from towline.trainers.trl.rollout import TowlineRollouts, session_reward

@@ -1,13 +1,13 @@
-"""`AsyncGRPOTrainer(rollout_worker=)`: a thread that keeps tasks under way and hands over their sessions as rows.
+"""`AsyncGRPOTrainer(rollout_worker=)`: a thread that keeps tasks in flight and puts their sessions' rows into TRL's buffer.
 
-Every trace of a session is a row with the session's advantage, computed here over the sessions of the group. A row's
-`model_version` is the oldest version among its trained tokens, in TRL's counting, so TRL's `max_staleness` drops what is
-truly that old. Groups that carry no gradient (dropped whole, too small, equal rewards) and sessions without a score are not
-handed over; the trainer's log has them as `towline/…_total`.
+Every trace of a session is a row with the session's advantage, computed here over the group. A row's `model_version` is the
+oldest version among its trained tokens, in TRL's numbering, so TRL's `max_staleness` drops rows by their true age. Groups
+that carry no gradient (incomplete, too small, equal rewards) and sessions without a score give no rows; the trainer's log
+counts them as `towline/…_total`.
 
-A result is acknowledged when its rows are in the buffer; with `groups_per_update` when TRL has taken them from there, before
-the next weights are pushed. TRL keeps no record of what it took, so a trainer that is killed loses what lay in the buffer,
-and a run that is started again begins its tasks anew.
+A result is acknowledged once its rows are in the buffer; with `groups_per_update`, once TRL has taken them, before the next
+weights are pushed. TRL does not record what it took, so a killed trainer loses its buffer, and a restarted run starts its
+tasks from the beginning.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 _POLL = 1.0
-"""Seconds that the thread waits for anything before it looks whether it is to stop."""
+"""Seconds between checks of the stop flag."""
 _STOP = 30.0
 
 
 class WorkerError(TowlineError):
-    """The worker broke, or hangs."""
+    """The worker failed or hangs."""
 
 
 class TowlineWorker:
-    """A `rollout_worker`; its `weights` is the `weight_transfer` that goes with it.
+    """A `rollout_worker`; its `weights` attribute is the matching `weight_transfer`.
 
-    `tasks` gives the n-th task of the run, without end; its `num_samples` is the size of the group. `ahead` groups are under
-    way at any time. `model` is the folder that the trainer's model was loaded from, `weights` a folder that the service sees
-    too. At most `buffered` rows wait for the trainer. `temperature` is the trainer's, and sessions must be sampled at it.
+    `tasks` returns the n-th task of an endless sequence; its `num_samples` is the group size. `ahead` groups are kept in
+    flight. `model` is the folder that the trainer's model was loaded from, `weights` a folder that the service can read. At
+    most `buffered` rows wait for the trainer. Sessions must be sampled at the trainer's `temperature`.
 
-    With `groups_per_update`, the groups that TRL trains on between two weight transfers, and `max_staleness`, which should
-    be TRL's own, the service starts sessions at the trainer's pace, so that TRL has no stale rows to drop.
+    With `groups_per_update` (groups that TRL trains on between two weight transfers) and `max_staleness` (TRL's own value),
+    the service starts sessions at the trainer's pace, so that TRL has no stale rows to drop.
     """
 
     def __init__(
@@ -79,60 +79,62 @@ class TowlineWorker:
         self.lease = lease
         self.run = run or f"trl-{uuid.uuid4().hex[:12]}"
         self.pace: dict[str, Any] = {}
-        """What the worker declares as a consumer."""
+        """The pacing fields of the worker's lease requests."""
         if groups_per_update is not None:
             self.pace = {
                 "groups_per_update": groups_per_update,
                 "max_staleness": max_staleness,
-                "stale": Stale.FLAG,  # TRL drops what is too old all the same
+                "stale": Stale.FLAG,  # TRL itself drops stale rows
                 "prefix": f"{self.run}/",
             }
             self.weights.before_push = self._ack_taken
         self._handed: deque[tuple[str, int]] = deque()
-        """Results that are not acknowledged, and how many rows had been put when theirs were."""
+        """Unacknowledged results, each with the number of rows put into the buffer up to its last one."""
         self._rows = 0
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(buffered)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        self._under_way: dict[str, tuple[int, Task]] = {}
-        """Every task that is not back yet with its number, by id."""
+        self._in_flight: dict[str, tuple[int, Task]] = {}
+        """Unfinished tasks with their numbers, by task id."""
         self._submitted = 0
         self._offset = 0
-        """How far the service's versions are ahead of the trainer's."""
+        """The service's version minus the trainer's."""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._alive_at = time.monotonic()
 
-    # What the trainer calls
+    # Called by the trainer
 
     def start(self) -> None:
         self._alive_at = time.monotonic()
         self._stopping.clear()
-        # A consumer of its own that begins here: results of earlier runs are not for it.
+        # A new consumer that starts now, so that it gets no results of earlier runs.
         self.client.lease(self.run, Unit.GROUP, max=0, wait=0.0, start=Start.NOW, **self.pace)
         self._thread = threading.Thread(target=self._work, name="towline-rollouts", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and the sessions that nobody waits for any more."""
+        """Stop the thread and cancel the unfinished tasks."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_STOP)
-        for task_id in list(self._under_way):
+        for task_id in list(self._in_flight):
             with contextlib.suppress(ClientError):
                 self.client.cancel(task_id)
-        self._under_way.clear()
+        self._in_flight.clear()
 
     def update_model_version(self, model_version: int) -> None:
-        """The weights that were just sent are the trainer's `model_version`, whatever the service counts them as."""
+        """Note that the weights just sent are the trainer's `model_version`, whatever version the service gave them."""
         self._offset = self.client.policy().version - model_version
 
     def check_health(self, stale_after_s: float) -> None:
         if self._error is not None:
-            raise WorkerError(f"the rollout worker broke: {self._error}") from self._error
+            raise WorkerError(f"the rollout worker failed: {self._error}") from self._error
         silent = time.monotonic() - self._alive_at
         if silent > stale_after_s:
-            raise WorkerError(f"the rollout worker has not moved for {silent:.0f} seconds: is {self.client.url} there?")
+            raise WorkerError(
+                f"the rollout worker has made no progress for {silent:.0f} seconds: check that {self.client.url} is up"
+            )
 
     # The thread
 
@@ -154,16 +156,16 @@ class TowlineWorker:
             self._error = error
 
     def _submit(self) -> None:
-        """Keep `ahead` groups under way; rows that wait in the buffer hold this up, so that none grow old there."""
-        numbers = range(self._submitted, self._submitted + self.ahead - len(self._under_way))
+        """Keep `ahead` groups in flight. A full buffer blocks this, so that no rows grow stale in it."""
+        numbers = range(self._submitted, self._submitted + self.ahead - len(self._in_flight))
         named = {f"{self.run}/{number:06d}": (number, self.tasks(number)) for number in numbers}
         if named:
             self.client.submit([task.model_copy(update={"task_id": name}) for name, (_, task) in named.items()])
-            self._under_way |= named
+            self._in_flight |= named
             self._submitted += len(named)
 
     def _ack_taken(self) -> None:
-        """Acknowledge the groups whose rows TRL has taken from the buffer: the weights to come have learned from them."""
+        """Acknowledge the groups whose rows TRL has taken from the buffer: the next weights include them."""
         taken = self._rows - self.rollout_buffer.qsize()
         done = []
         while self._handed and self._handed[0][1] <= taken:
@@ -174,28 +176,28 @@ class TowlineWorker:
     def _finished(self) -> Iterator[Delivered]:
         stream = self.client.results(self.run, Unit.GROUP, idle=_POLL, limit=self.ahead, lease=self.lease, **self.pace)
         for delivered in stream:
-            if delivered.task_id in self._under_way:
+            if delivered.task_id in self._in_flight:
                 yield delivered
             else:
-                # Of another trainer: every consumer sees every result.
+                # A result of another trainer: every consumer sees every result.
                 self.client.ack(self.run, [delivered.result_id])
 
     def _hand_over(self, delivered: Delivered) -> int:
-        """Put the group's rows into the buffer; how many."""
+        """Put the group's rows into the buffer and return their number."""
         before = self._rows
-        number, task = self._under_way.pop(delivered.task_id)
-        # TRL has one advantage a row: rewards of single turns have no place in it.
-        found = group_advantages({delivered.task_id: delivered.trajectories}, scale=self.scale, turn_weight=0.0)
-        spread = float(np.std(list(found.rewards.values()))) if found.rewards else 0.0
+        number, task = self._in_flight.pop(delivered.task_id)
+        # TRL has one advantage per row, so per-turn rewards are not used.
+        group = group_advantages({delivered.task_id: delivered.trajectories}, scale=self.scale, turn_weight=0.0)
+        spread = float(np.std(list(group.rewards.values()))) if group.rewards else 0.0
         for trajectory in delivered.trajectories:
-            advantage = found.sessions.get(trajectory.session_id)
+            advantage = group.sessions.get(trajectory.session_id)
             if advantage is not None:
-                figures = {"reward": found.rewards[trajectory.session_id], "reward_std": spread}
+                metrics = {"reward": group.rewards[trajectory.session_id], "reward_std": spread}
                 for row in split_rows(trajectory):
                     check_temperature(row, self.temperature)
-                    self._put(self._sample(row, advantage, number, task.instruction, figures))
-        counted = {"unscored_sessions": found.unscored, "small_groups": found.small, "equal_groups": found.equal}
-        self.metrics_queue.put({f"towline/{name}_total": float(count) for name, count in counted.items()})
+                    self._put(self._sample(row, advantage, number, task.instruction, metrics))
+        counts = {"unscored_sessions": group.unscored, "small_groups": group.small, "equal_groups": group.equal}
+        self.metrics_queue.put({f"towline/{name}_total": float(count) for name, count in counts.items()})
         return self._rows - before
 
     def _put(self, sample: RolloutSample) -> None:

@@ -1,0 +1,105 @@
+"""`towline bench`: measure the numbers that the README reports."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from towline.cli import options, terminal
+from towline.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Measure the numbers that the README reports.")
+
+
+@app.command("continue")
+def bench_continue(
+    repeats: Annotated[int, typer.Option(help="Measurements per point.", min=1)] = 20,
+    as_json: options.Json = False,
+) -> None:
+    """Measure gateway CPU per continued turn, from short to very long histories."""
+    from towline.benchmarks import continuation
+
+    result = continuation.run(repeats=repeats)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        continuation.render(result, Console())
+
+
+@app.command("load")
+def bench_load(as_json: options.Json = False) -> None:
+    """Measure gateway turns per CPU second, compared with full re-rendering."""
+    from towline.benchmarks import load
+
+    result = load.run()
+    if as_json:
+        print(json.dumps(result))
+    else:
+        load.render(result, Console())
+
+
+@app.command("pacing")
+def bench_pacing(
+    updates: Annotated[int | None, typer.Option(help="Updates of the trainer. Default: 24.", min=4)] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Measure the share of slow tasks trained on, paced and with stale groups dropped."""
+    from dataclasses import replace
+
+    from towline.benchmarks import pacing
+
+    plan = pacing.PacingPlan(seed=seed)
+    console = terminal.console(as_json)
+    with terminal.progress_reporter(console, "pacing") as report:
+        result = pacing.run(plan if updates is None else replace(plan, updates=updates), progress=report)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        pacing.render(result, Console())
+    raise typer.Exit(0 if all(result["within"].values()) else 1)
+
+
+@app.command("builders")
+def bench_builders(
+    steps: Annotated[int | None, typer.Option(help="Updates per run. Default: 14.", min=1)] = None,
+    questions: Annotated[
+        int | None, typer.Option(help="Questions per session, two turns each. Default: 6.", min=1)
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="`exact`, `merged`, `per_turn` or `as sent`. Repeatable. Default: all.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Finish in seconds, to see that it runs. Default: off.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of the README. Default: off.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Train the same run with each builder; compare cost, fidelity and success."""
+    from dataclasses import replace
+
+    from towline.benchmarks import builders
+
+    given = {"steps": steps, "questions": questions, "seed": seed}
+    plan = replace(
+        builders.QUICK_PLAN if quick else builders.AblationPlan(),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    sides = [side for side in builders.RUNS if not only or side.name in only]
+    if not sides:
+        raise ConfigError(
+            f"unknown --only; choose among {', '.join(dict.fromkeys(side.name for side in builders.RUNS))}"
+        )
+    console = terminal.console(as_json or markdown)
+    with terminal.progress_reporter(console, "builders") as report:
+        result = builders.run(plan, sides, report)
+    if as_json:
+        print(json.dumps(result))
+    elif markdown:
+        print(builders.markdown(result))
+    else:
+        builders.render(result, Console())

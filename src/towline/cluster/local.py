@@ -1,0 +1,117 @@
+"""The in-process runner: one node with its gateway in the server's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from towline.cluster.runner import InvalidTask, LogNotFound, SessionLog, SessionOutcome
+from towline.engines.base import PauseMode
+from towline.node.node import RolloutNode
+from towline.schema import BreakerStatus, FailureReason, Session, Task, Trajectory
+
+
+class NodeRunner:
+    """Runs sessions on one node. The caller that created the node closes it."""
+
+    name = "local"
+
+    def __init__(self, node: RolloutNode):
+        self.node = node
+
+    @property
+    def capacity(self) -> int:
+        return self.node.capacity
+
+    @property
+    def version(self) -> int:
+        return self.node.policy_version
+
+    @property
+    def trouble(self) -> str:
+        return self.node.storage_problem
+
+    def watch_sessions(self, changed: Callable[[Session], None]) -> None:
+        self.node.changed = changed
+
+    # Circuit breakers
+
+    @property
+    def breakers(self) -> Sequence[BreakerStatus]:
+        return self.node.breakers
+
+    def needs(self, component: str) -> bool:
+        return self.node.needs(component)
+
+    def watch_breakers(self, changed: Callable[[BreakerStatus], None]) -> None:
+        self.node.on_breaker = changed
+
+    def watch_engines(self, failed: Callable[[str, FailureReason], None]) -> None:
+        self.node.watch_engines(failed)
+
+    async def probe(self) -> list[str]:
+        return await self.node.probe()
+
+    # Tasks and sessions
+
+    async def check(self, task: Task) -> None:
+        for field, reason in await self.node.task_problems(task):
+            raise InvalidTask(field, reason)
+
+    def host_access(self, task: Task) -> list[str]:
+        return self.node.host_access(task)
+
+    def submit(self, task: Task, session: Session) -> Awaitable[SessionOutcome]:
+        return self.node.submit(task, session)
+
+    def cancel(self, session_id: str) -> None:
+        self.node.cancel(session_id)
+
+    def forget(self, task_id: str) -> None:
+        self.node.forget_task(task_id)
+
+    def recover(self, lost: Collection[str]) -> AsyncIterator[Trajectory]:
+        return self.node.recover(lost)
+
+    async def discard(self, session_id: str) -> None:
+        await self.node.discard(session_id)
+
+    async def erase(self, session_ids: Collection[str]) -> None:
+        await self.node.erase(session_ids)
+
+    async def read_log(self, session_id: str, name: str, most: int) -> SessionLog:
+        return await asyncio.to_thread(_read_log, self.node.session_folder(session_id), name, most)
+
+    # Status and policy
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"name": self.name, **self.node.status()}]
+
+    async def pause(self, mode: PauseMode, deadline: float | None) -> None:
+        await self.node.pause(mode, deadline)
+
+    async def resume(self, version: int | None) -> None:
+        await self.node.resume(version)
+
+    async def update_weights(self, folder: Path, version: int) -> None:
+        await self.node.update_weights(folder, version)
+
+    async def close(self) -> None:
+        return None
+
+
+def _read_log(folder: Path, name: str, most: int) -> SessionLog:
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+    except FileNotFoundError:
+        names = []
+    if name not in names:
+        raise LogNotFound(names)
+    with open(os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        left_out = max(0, os.fstat(file.fileno()).st_size - most)
+        file.seek(left_out)
+        return SessionLog(file.read(most), left_out, names)

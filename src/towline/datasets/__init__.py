@@ -1,1 +1,0 @@
-"""Sessions as offline data: which are kept, and how they are written for those who train on files."""

@@ -1,0 +1,136 @@
+"""Checks of a task before it runs: what is wrong with it, and which fields reach outside its sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from towline.common.mappings import deep_merge
+from towline.config import SessionSettings
+from towline.errors import ConfigError
+from towline.evaluators.registry import make_evaluator
+from towline.harnesses.base import Harness, LaunchContext
+from towline.harnesses.registry import find_harness
+from towline.schema import POLICY, Environment, Network, SandboxKind, Task
+
+_ON_THE_NODE = ("harbor", "python")
+"""Evaluators that read the node's files or run in its process."""
+
+
+def task_problems(task: Task, defaults: SessionSettings, engines: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """Invalid fields, each with the reason. Checks that the paths a task names exist on the node.
+
+    `engines`: the names of the gateway's engines besides the policy.
+    """
+    try:
+        harness = find_harness(task.harness)
+    except ConfigError as error:
+        yield "harness", str(error)
+        return
+    yield from _options(harness, task)
+    yield from _evaluator(task)
+    yield from _settings({**harness.settings, **task.settings}, defaults, engines)
+    environment = task.environment
+    given = {"environment": environment.files, **{f"steps.{step.name}": step.files for step in task.steps}}
+    for place, files in given.items():
+        for index, file in enumerate(files):
+            if file.source is not None and not Path(file.source).exists():
+                yield f"{place}.files[{index}].source", f"{file.source} does not exist"
+    if environment.build and not (Path(environment.build) / "Dockerfile").is_file():
+        yield "environment.build", f"{environment.build} contains no Dockerfile"
+
+
+def root_problems(environment: Environment, sandbox: SandboxKind) -> Iterator[str]:
+    """Problems of an environment's root, for the runtime that it runs in."""
+    root = environment.root
+    if sandbox is SandboxKind.PROCESS and root:
+        yield "process sandboxes have no root of their own: use bubblewrap, docker or apptainer"
+    elif sandbox is SandboxKind.APPTAINER and not root and not environment.build:
+        yield "apptainer sandboxes need a root of their own: set a folder or a tar file"
+    elif sandbox is SandboxKind.DOCKER and not root and not environment.build:
+        yield "docker sandboxes need a root of their own: set an image, a folder or a tar file"
+    elif root and (sandbox is not SandboxKind.DOCKER or root.startswith((".", "/", "~"))) and not Path(root).exists():
+        yield f"no root file system at {root!r} on this node; set a folder or a tar file"
+
+
+def _options(harness: Harness, task: Task) -> Iterator[tuple[str, str]]:
+    place = LaunchContext("http://127.0.0.1", "key", "model", task.instruction, "/opt", options=task.harness_options)
+    try:
+        made = harness.configured(task.harness_options)
+        made.launch(made.resolve(place))
+    except ConfigError as error:
+        yield "harness_options", str(error)
+    except Exception as error:
+        # Options are arbitrary JSON: a value of the wrong type fails wherever the harness first uses it.
+        yield "harness_options", f"harness {harness.name} cannot use these options: {error}"
+
+
+def _evaluator(task: Task) -> Iterator[tuple[str, str]]:
+    try:
+        make_evaluator(task.evaluator)
+    except ConfigError as error:
+        field, colon, reason = str(error).partition(": ")
+        known = colon and field.startswith("evaluator")
+        yield (field, reason) if known else ("evaluator", str(error))
+    except Exception as error:
+        yield "evaluator", f"it cannot be made: {error}"
+
+
+def _settings(
+    given: Mapping[str, Any], defaults: SessionSettings, engines: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    try:
+        settings = SessionSettings.model_validate(deep_merge(defaults.model_dump(mode="json"), given))
+    except ValidationError as error:
+        for problem in error.errors():
+            yield ".".join(("settings", *map(str, problem["loc"]))), problem["msg"]
+        return
+    for pattern, name in settings.models.items():
+        if name not in (POLICY, *engines):
+            yield (
+                f"settings.models.{pattern}",
+                f"there is no engine {name!r}; there are: {', '.join((POLICY, *engines))}",
+            )
+
+
+def host_access(task: Task) -> Iterator[str]:
+    """Fields that use the node beyond a sandbox with its gateway. Runs and imports nothing that the task names."""
+    environment = task.environment
+    if ":" in task.harness:
+        yield "harness"
+    elif _harness_needs_host(task):
+        yield "harness_options"
+    if task.evaluator.get("kind") in _ON_THE_NODE or _names_source(task.evaluator):
+        yield "evaluator"
+    if environment.sandbox is SandboxKind.PROCESS:
+        yield "environment.sandbox"
+    if environment.network is Network.OPEN:
+        yield "environment.network"
+    if environment.build:
+        yield "environment.build"
+    if environment.root.startswith((".", "/", "~")):
+        yield "environment.root"
+    if any(file.source is not None for file in environment.files):
+        yield "environment.files"
+    if any(file.source is not None for step in task.steps for file in step.files):
+        yield "steps"
+
+
+def _harness_needs_host(task: Task) -> bool:
+    """Whether the options make the harness read other folders, or install other packages, than by default."""
+    try:
+        harness = find_harness(task.harness)
+        made = harness.configured(task.harness_options)
+    except Exception:
+        # `task_problems` reports what is wrong; until the options are understood, they may do anything.
+        return bool(task.harness_options)
+    return made.mounts != harness.mounts or made.install != harness.install
+
+
+def _names_source(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value.get("source")) or any(map(_names_source, value.values()))
+    return isinstance(value, list) and any(map(_names_source, value))

@@ -1,0 +1,1 @@
+"""Many sessions on this machine, and what is made of them: runs, datasets and evaluation reports."""

@@ -1,0 +1,168 @@
+"""API keys and roles. A key is shown once, when it is created; the store has its hash.
+
+Without any key the service is open to every client that reaches it. It then listens on loopback only and accepts only
+requests with loopback as their host, so that a web page in a browser cannot use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+from sqlalchemy import delete, func, insert, select
+
+from towline.schema import Role
+from towline.schema.base import Model
+from towline.server.errors import Forbidden, ResourceConflict, ResourceNotFound, Unauthorized
+from towline.server.store import tables
+from towline.server.store.database import Store
+
+PREFIX = "tlk-"
+_CACHE_SECONDS = 2.0
+"""How long a looked-up key is cached."""
+
+
+class KeyInfo(Model):
+    """A key without its secret."""
+
+    key_id: str
+    name: str
+    roles: list[Role]
+    created: float
+
+
+class NewKey(Model):
+    """A key that was just created."""
+
+    key: str
+    """Shown only here."""
+    info: KeyInfo
+
+
+class KeyRequest(Model):
+    """The key to create."""
+
+    name: str = Field(default="", max_length=128, pattern=r"^[^\x00]*$")
+    roles: list[Role] = Field(min_length=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The caller of a request and its roles."""
+
+    name: str
+    roles: frozenset[Role]
+
+    def may(self, *any_of: Role) -> bool:
+        return Role.ADMIN in self.roles or not self.roles.isdisjoint(any_of)
+
+    def require(self, *any_of: Role) -> None:
+        if not self.may(*any_of):
+            wanted = " or ".join(role.value for role in any_of)
+            raise Forbidden(f"this needs a key with role {wanted}; yours has {', '.join(sorted(self.roles))}")
+
+
+ANONYMOUS = Caller("anonymous", frozenset({Role.ADMIN}))
+"""Every caller of a service without keys."""
+
+
+class KeyStore:
+    """Creates, looks up and revokes API keys."""
+
+    def __init__(self, store: Store, *, needed: bool = False):
+        self.store = store
+        self.needed = needed
+        """Whether requests need a key even while none exists: the service listens beyond loopback."""
+        self._seen: dict[str, tuple[float, Caller | None]] = {}
+        self._any: tuple[float, bool] = (-1e9, True)
+
+    async def caller(self, authorization: str | None) -> Caller:
+        """The caller of a request; raises `Unauthorized` for a missing or unknown key."""
+        if not self.needed and not await self.exist():
+            return ANONYMOUS
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise Unauthorized("API key missing: send `Authorization: Bearer tlk-…`")
+        digest = _hash(key.strip())
+        at, found = self._seen.get(digest, (-1e9, None))
+        if time.monotonic() - at > _CACHE_SECONDS:
+            found = await self._find(digest)
+            if len(self._seen) > 1000:
+                self._seen.clear()
+            self._seen[digest] = (time.monotonic(), found)
+        if found is None:
+            raise Unauthorized("unknown API key")
+        return found
+
+    async def exist(self) -> bool:
+        at, any_key = self._any
+        if time.monotonic() - at > _CACHE_SECONDS:
+            async with self.store.read() as tx:
+                any_key = bool(await tx.scalar(select(func.count()).select_from(tables.keys)))
+            self._any = (time.monotonic(), any_key)
+        return any_key
+
+    async def _find(self, digest: str) -> Caller | None:
+        table = tables.keys
+        async with self.store.read() as tx:
+            row = (await tx.execute(select(table).where(table.c.digest == digest))).one_or_none()
+        return None if row is None else Caller(row.name or row.key_id, frozenset(map(Role, row.roles.split(","))))
+
+    async def create(self, name: str, roles: Sequence[Role]) -> NewKey:
+        key = PREFIX + secrets.token_urlsafe(32)
+        info = KeyInfo(key_id=secrets.token_hex(8), name=name, roles=sorted(set(roles)), created=time.time())
+        row = {"key_id": info.key_id, "name": name, "roles": ",".join(info.roles), "created": info.created}
+        async with self.store.write() as tx:
+            if Role.ADMIN not in roles and not await tx.scalar(select(func.count()).select_from(tables.keys)):
+                raise ResourceConflict(
+                    "the first key must have role admin: from then on every request needs a key", field="roles"
+                )
+            await tx.execute(insert(tables.keys), [row | {"digest": _hash(key)}])
+        self._forget()
+        return NewKey(key=key, info=info)
+
+    async def list(self) -> Sequence[KeyInfo]:
+        table = tables.keys
+        async with self.store.read() as tx:
+            rows = await tx.execute(select(table).order_by(table.c.created))
+            return [
+                KeyInfo(key_id=row.key_id, name=row.name, roles=row.roles.split(","), created=row.created)
+                for row in rows
+            ]
+
+    async def revoke(self, key_id: str, *, keep_one: bool) -> None:
+        """Revoke a key. With `keep_one`, not the last admin key: no caller, or every caller, could then create keys."""
+        table = tables.keys
+        async with self.store.write() as tx:
+            rows = {row.key_id: row.roles.split(",") for row in await tx.execute(select(table))}
+            if key_id not in rows:
+                raise ResourceNotFound(f"no key {key_id!r}")
+            admins = [other for other, roles in rows.items() if Role.ADMIN in roles and other != key_id]
+            if keep_one and not admins:
+                raise ResourceConflict("this is the last admin key: create another one first")
+            await tx.execute(delete(table).where(table.c.key_id == key_id))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen.clear()
+        self._any = (-1e9, True)
+
+
+def _hash(key: str) -> str:
+    # A key is 256 random bits, so a fast hash is enough.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the name or address is loopback."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,414 @@
+"""The routes of `/v1`, each a few lines between HTTP and the service. The signatures say which role may call them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.responses import PlainTextResponse, StreamingResponse
+from pydantic import Discriminator, Field, Tag, ValidationError
+
+from towline.cluster.runner import LogNotFound
+from towline.engines.base import PauseMode
+from towline.schema import (
+    Accepted,
+    Ack,
+    Acked,
+    FailureReason,
+    Pacing,
+    Policy,
+    Results,
+    Role,
+    SchemaError,
+    Session,
+    SessionState,
+    Stale,
+    Start,
+    Task,
+    TaskState,
+    TaskStatus,
+    Trajectory,
+    Unit,
+)
+from towline.schema.base import Count, Id, Model
+from towline.schema.files import dump_json
+from towline.server.api.auth import Caller, KeyInfo, KeyRequest, NewKey
+from towline.server.delivery.leases import LeaseRequest
+from towline.server.delivery.trajectories import ARROW, arrow_stream, start_stream
+from towline.server.errors import DamagedData, ResourceNotFound
+from towline.server.service import Service
+from towline.server.store import queries
+
+MOST_TASKS = 1000
+MOST_IDS = 1000
+LOG_BYTES = 1024 * 1024
+MAX_VERSION = 2**31 - 1
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+async def _caller(request: Request) -> Caller:
+    return await _service(request).keys.caller(request.headers.get("authorization"))
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+CallerDep = Annotated[Caller, Depends(_caller)]
+
+
+def _role(*roles: Role) -> Any:
+    async def check(caller: CallerDep) -> Caller:
+        caller.require(*roles)
+        return caller
+
+    return Depends(check)
+
+
+Submitter = Annotated[Caller, _role(Role.SUBMIT)]
+Consumer = Annotated[Caller, _role(Role.CONSUME)]
+Reader = Annotated[Caller, _role(Role.SUBMIT, Role.CONSUME)]
+Admin = Annotated[Caller, _role(Role.ADMIN)]
+
+router = APIRouter(prefix="/v1")
+
+# Tasks
+
+Submitted = Annotated[
+    Annotated[Task, Tag("one")] | Annotated[list[Task], Field(max_length=MOST_TASKS), Tag("many")],
+    Discriminator(lambda value: "many" if isinstance(value, list) else "one"),
+]
+
+
+@router.post("/tasks", tags=["tasks"])
+async def submit(tasks: Submitted, service: ServiceDep, caller: Submitter) -> Accepted | list[Accepted]:
+    """Submit one task or up to 1000, all or none. Idempotent: an identical task is not created twice."""
+    many = isinstance(tasks, list)
+    answers = await service.submit(tasks if isinstance(tasks, list) else [tasks], caller, many=many)
+    return answers if many else answers[0]
+
+
+@router.get("/tasks", tags=["tasks"])
+async def list_tasks(
+    service: ServiceDep,
+    caller: Reader,
+    response: Response,
+    state: TaskState | None = None,
+    after: Annotated[Id | None, Query(description="The last task of the previous page.")] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> list[TaskStatus]:
+    """List tasks in the order of submission, without sessions. `Link` with `rel="next"` has the next page."""
+    found = await queries.task_list(service.store, state, after, limit)
+    if len(found) == limit:
+        query = {"after": found[-1].task_id, "limit": limit} | ({"state": state.value} if state else {})
+        response.headers["Link"] = f'</v1/tasks?{urlencode(query)}>; rel="next"'
+    return found
+
+
+@router.get("/tasks/{task_id:path}", tags=["tasks"])
+async def get_task(task_id: Id, service: ServiceDep, caller: Reader) -> TaskStatus:
+    """Get a task with the latest attempt at each sample, and all attempts."""
+    return await queries.task_status(service.store, task_id)
+
+
+@router.delete("/tasks/{task_id:path}", tags=["tasks"])
+async def cancel_task(task_id: Id, service: ServiceDep, caller: Submitter) -> TaskStatus:
+    """Cancel a task: waiting sessions end, running ones are stopped and keep their finished turns."""
+    return await service.cancel(task_id)
+
+
+# Sessions
+
+
+@router.get("/sessions", tags=["sessions"])
+async def list_sessions(
+    service: ServiceDep,
+    caller: Reader,
+    response: Response,
+    state: SessionState | None = None,
+    reason: Annotated[FailureReason | None, Query(description="Failure reason of FAILED and LOST sessions.")] = None,
+    task: Annotated[Id | None, Query(description="Only sessions of this task.")] = None,
+    after: Annotated[Id | None, Query(description="The last session of the previous page.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    order: Annotated[
+        queries.SortOrder, Query(description="Order by submission of their tasks.")
+    ] = queries.SortOrder.OLDEST,
+) -> list[Session]:
+    """List sessions of all attempts. `Link` with `rel="next"` has the next page."""
+    wanted = queries.SessionQuery(state, reason, task, after, order, limit)
+    found = await queries.session_list(service.store, wanted)
+    if len(found) == limit:
+        given = {"state": state, "reason": reason, "task": task, "order": order, "limit": limit}
+        query = {name: value for name, value in given.items() if value is not None}
+        response.headers["Link"] = f'</v1/sessions?{urlencode(query | {"after": found[-1].session_id})}>; rel="next"'
+    return found
+
+
+@router.get("/sessions/{session_id}", tags=["sessions"])
+async def get_session(session_id: Id, service: ServiceDep, caller: Reader) -> Session:
+    return await queries.session(service.store, session_id)
+
+
+_TRAJECTORY: dict[int | str, dict[str, Any]] = {
+    200: {"model": Trajectory, "content": {ARROW: {"schema": {"type": "string", "format": "binary"}}}}
+}
+
+
+@router.get("/sessions/{session_id}/trajectory", tags=["sessions"], responses=_TRAJECTORY)
+async def get_trajectory(
+    session_id: Id, service: ServiceDep, caller: Consumer, accept: Annotated[str, Header()] = ""
+) -> Response:
+    """Get the trajectory of an ended session: JSON, or an Arrow stream if the request accepts it."""
+    await queries.session(service.store, session_id)
+    stored = await queries.find_trajectories(service.store, [session_id])
+    if not stored.pieces and not stored.broken:
+        raise ResourceNotFound(
+            f"session {session_id!r} has no trajectory: it has not ended, or it ended before it started"
+        )
+    try:
+        if stored.broken:
+            raise DamagedData(stored.broken[session_id])
+        table = await service.segments.read(stored.pieces[session_id])
+        if ARROW not in accept.lower():
+            return Response(Trajectory.from_arrow(table).to_json(), media_type="application/json")
+    except (DamagedData, SchemaError, ValidationError) as error:
+        raise DamagedData(f"the trajectory of session {session_id!r} is damaged: {error}") from error
+    return StreamingResponse(await start_stream(arrow_stream(service.segments, stored)), media_type=ARROW)
+
+
+_LOG: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The end of the log", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
+
+
+@router.get("/sessions/{session_id}/log", tags=["sessions"], responses=_LOG, response_class=PlainTextResponse)
+async def get_log(
+    session_id: Id,
+    service: ServiceDep,
+    caller: Consumer,
+    name: Annotated[str, Query(pattern=r"^[^/\x00]{1,255}$", description="Name of the log file.")] = "harness.log",
+    tail: Annotated[int | None, Query(ge=1, le=100_000, description="Return only the last N lines.")] = None,
+) -> Response:
+    """Get the last 1 MiB of a log of a session. Header `X-Towline-Left-Out`: bytes before it."""
+    await queries.session(service.store, session_id)
+    try:
+        log = await service.runner.read_log(session_id, name, LOG_BYTES)
+    except LogNotFound as error:
+        existing = f"there are: {', '.join(error.names)}" if error.names else "it has none"
+        raise ResourceNotFound(f"session {session_id!r} has no log {name!r}; {existing}", field="name") from error
+    data, left_out = log.data, log.left_out
+    if tail is not None:
+        lines = data.splitlines(keepends=True)
+        left_out += sum(map(len, lines[:-tail]))
+        data = b"".join(lines[-tail:])
+    # An agent influences the content: browsers must not render it as a page.
+    headers = {"X-Towline-Left-Out": str(left_out), "X-Content-Type-Options": "nosniff"}
+    return PlainTextResponse(data.decode("utf-8", "replace"), headers=headers)
+
+
+class SessionIds(Model):
+    """The sessions whose trajectories are requested."""
+
+    session_ids: Annotated[list[Id], Field(max_length=MOST_IDS)]
+
+
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "One batch per trajectory",
+        "content": {ARROW: {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+@router.post("/trajectories", tags=["sessions"], responses=_STREAM, response_class=StreamingResponse)
+async def get_trajectories(wanted: SessionIds, service: ServiceDep, caller: Consumer) -> StreamingResponse:
+    """Get many trajectories as one Arrow stream, in the order of the request; sessions without one are left out.
+
+    Damaged ones are left out too, and named in the metadata (`towline.damaged`) of an empty last batch.
+    """
+    stored = await queries.find_trajectories(service.store, wanted.session_ids)
+    return StreamingResponse(await start_stream(arrow_stream(service.segments, stored)), media_type=ARROW)
+
+
+# Results
+
+
+@router.get("/results", tags=["results"], response_model=Results)
+async def lease_results(
+    request: Request,
+    service: ServiceDep,
+    caller: Consumer,
+    consumer: Annotated[Id, Query(description="Name of the consumer; each has its own position.")],
+    unit: Unit = Unit.SESSION,
+    max: Annotated[int, Query(ge=0, le=1000, description="Most results; 0 only registers the consumer.")] = 16,
+    wait: Annotated[float, Query(ge=0, le=86_400, allow_inf_nan=False)] = 0.0,
+    lease: Annotated[float | None, Query(gt=0, le=7 * 86_400, allow_inf_nan=False)] = None,
+    start: Annotated[Start, Query(description="Where a new consumer starts.")] = Start.BEGINNING,
+    max_staleness: Annotated[int | None, Query(ge=0, le=MAX_VERSION)] = None,
+    stale: Stale = Stale.DROP,
+    prefix: Annotated[
+        Id | None,
+        Query(description="Only tasks whose ids have this prefix. Fixed by the first call of the consumer."),
+    ] = None,
+    groups_per_update: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=1_000_000,
+            description="Groups that the consumer uses per policy version; sessions start at its pace. Needs `unit=group`.",
+        ),
+    ] = None,
+) -> Response:
+    """Lease results. A result that is not acknowledged before its lease expires is delivered again."""
+    seconds = lease if lease is not None else service.settings.lease_seconds
+    gone = asyncio.Event()
+    watching = asyncio.create_task(_watch_disconnect(request, gone, service))
+    try:
+        wanted = LeaseRequest(consumer, unit, max, seconds, start, max_staleness, stale, prefix, groups_per_update)
+        found = await service.lease(wanted, wait, gone)
+    finally:
+        watching.cancel()
+    # The metadata of a task can contain anything, lone surrogates included.
+    return Response(dump_json(found), media_type="application/json")
+
+
+async def _watch_disconnect(request: Request, gone: asyncio.Event, service: Service) -> None:
+    """Set `gone` when the client disconnects while it waits."""
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+    gone.set()
+    service.signals.results.notify()
+
+
+class ConsumerName(Model):
+    """A consumer."""
+
+    consumer: Id
+
+
+class Released(Model):
+    """How many leases were ended."""
+
+    released: Count
+
+
+@router.post("/results/release", tags=["results"])
+async def release_results(who: ConsumerName, service: ServiceDep, caller: Consumer) -> Released:
+    """End all leases of a consumer: its results are available again at once. For a trainer that restarts."""
+    return Released(released=await service.release(who.consumer))
+
+
+@router.post("/results/ack", tags=["results"])
+async def ack_results(ack: Ack, service: ServiceDep, caller: Consumer) -> Acked:
+    """Acknowledge results: they are never delivered again. Idempotent."""
+    return await service.ack(ack.consumer, ack.result_ids, ack.unusable)
+
+
+@router.get("/pacing", tags=["results"])
+async def get_pacing(service: ServiceDep, caller: Reader) -> Pacing:
+    """Get the paced consumers: how many groups they have and may have, and what pacing costs."""
+    return await service.pacer.status(service.policy.now.version)
+
+
+# Events
+
+
+@router.get(
+    "/events",
+    tags=["service"],
+    response_class=StreamingResponse,
+    responses={
+        200: {"description": "One `Event` each", "content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    },
+)
+async def stream_events(
+    service: ServiceDep,
+    caller: Reader,
+    last_event_id: Annotated[int | None, Header(ge=0, le=2**62)] = None,
+    limit: Annotated[int | None, Query(ge=1, le=100_000, description="End after this many events.")] = None,
+    idle: Annotated[
+        float | None,
+        Query(ge=0, le=86_400, allow_inf_nan=False, description="End after this many seconds without events."),
+    ] = None,
+) -> StreamingResponse:
+    """Stream server-sent events from now, or after `Last-Event-ID`. An event `missed` names those no longer kept."""
+    stream: AsyncIterator[bytes] = service.events.stream(last_event_id, limit, idle)
+    return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+# The policy
+
+
+class Pause(Model):
+    """How to pause sampling."""
+
+    mode: PauseMode = PauseMode.DRAIN
+    deadline: float | None = Field(default=None, ge=0, le=86_400, allow_inf_nan=False)
+    """Seconds after which draining turns are aborted."""
+
+
+class Resume(Model):
+    """How to resume sampling."""
+
+    version: int | None = Field(default=None, ge=0, le=MAX_VERSION)
+
+
+class WeightsUpdate(Model):
+    """New weights of the policy."""
+
+    folder: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+    """Folder on the server's machine."""
+    version: int = Field(ge=0, le=MAX_VERSION)
+
+
+@router.get("/policy", tags=["policy"])
+async def get_policy(service: ServiceDep, caller: Reader) -> Policy:
+    return service.policy.now
+
+
+@router.post("/policy/pause", tags=["policy"])
+async def pause(service: ServiceDep, caller: Admin, pause: Pause | None = None) -> Policy:
+    """Pause sampling. Returns once turns in flight have ended (`drain`), or were interrupted (`abort`)."""
+    wanted = pause or Pause()
+    return await service.policy.pause(wanted.mode, wanted.deadline)
+
+
+@router.post("/policy/resume", tags=["policy"])
+async def resume(service: ServiceDep, caller: Admin, resume: Resume | None = None) -> Policy:
+    """Resume sampling, under the given policy version."""
+    return await service.policy.resume(resume.version if resume else None)
+
+
+@router.post("/policy/weights", tags=["policy"])
+async def update_weights(weights: WeightsUpdate, service: ServiceDep, caller: Admin) -> Policy:
+    """Update the weights. Returns once no token of an older version is sampled."""
+    return await service.policy.update_weights(Path(weights.folder), weights.version)
+
+
+# The service
+
+
+@router.get("/nodes", tags=["service"])
+async def list_nodes(service: ServiceDep, caller: Reader) -> list[dict[str, Any]]:
+    return service.runner.nodes()
+
+
+@router.get("/keys", tags=["service"])
+async def list_keys(service: ServiceDep, caller: Admin) -> list[KeyInfo]:
+    return list(await service.keys.list())
+
+
+@router.post("/keys", tags=["service"], status_code=201)
+async def create_key(key: KeyRequest, service: ServiceDep, caller: Admin) -> NewKey:
+    """Create an API key. It is shown only in this response."""
+    return await service.keys.create(key.name, key.roles)
+
+
+@router.delete("/keys/{key_id}", tags=["service"], status_code=204)
+async def revoke_key(key_id: Id, service: ServiceDep, caller: Admin) -> None:
+    await service.keys.revoke(key_id, keep_one=True)

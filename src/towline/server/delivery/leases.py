@@ -1,0 +1,413 @@
+"""Leases: consumers lease results, use them, and acknowledge them by id; a lease that expires is granted again.
+
+A consumer is a cursor into the results plus the leases of what it has not acknowledged, so a call costs the same however
+long the history is. Results are committed in the order of their numbers (see `tables`), hence a cursor skips none. A
+result at or below the cursor without a lease is acknowledged, was dropped as stale, or belongs to a task that the consumer
+does not follow: it is never delivered again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from sqlalchemy import ColumnElement, Row, delete, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from towline.common.crashpoints import crash_point
+from towline.common.text import one_line
+from towline.schema import (
+    Acked,
+    FailureReason,
+    Result,
+    SchemaError,
+    SessionResult,
+    SessionState,
+    Stale,
+    Start,
+    Unit,
+    unusable_reason,
+)
+from towline.schema.files import load_json
+from towline.server.errors import ResourceConflict
+from towline.server.pacing.consumers import DeliveryOrder
+from towline.server.pacing.pacer import FinishedGroup
+from towline.server.scheduling.rules import is_stale
+from towline.server.store import tables
+from towline.server.store.database import Store
+from towline.server.store.tables import WITHHELD, chunks, insert_new, parse_result_id, result_id
+
+log = logging.getLogger("towline.server")
+_SCANNED = 1000
+"""Maximum number of results scanned per transaction."""
+_SEEN_SECONDS = 30.0
+"""Minimum seconds between updates of a consumer's last-seen time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """What a consumer asks for."""
+
+    consumer: str
+    unit: Unit
+    most: int
+    seconds: float
+    """Duration of the lease."""
+    start: Start = Start.BEGINNING
+    max_staleness: int | None = None
+    stale: Stale = Stale.DROP
+    prefix: str | None = None
+    """Prefix of the ids of the tasks that the consumer follows; `None`: the one of its first call."""
+    groups_per_update: int | None = None
+    """How many groups the consumer uses per policy version; sessions then start at its pace."""
+
+    @property
+    def pace(self) -> dict[str, int | None]:
+        """The columns of the pace that the consumer declares."""
+        size = self.groups_per_update
+        return {"groups_per_update": size, "max_staleness": None if size is None else self.max_staleness}
+
+
+@dataclass(slots=True)
+class LeasedResults:
+    """The answer to a `LeaseRequest`."""
+
+    results: list[Result]
+    dropped: int
+    flagged: int
+    more: bool
+    """Some were skipped, and there may be others behind them."""
+    next_expiry: float | None
+    """When the first lease of this consumer expires."""
+    withheld: int = 0
+    """Finished groups that are not delivered yet, because older ones need their slots."""
+    passed: list[FinishedGroup] = field(default_factory=list)
+    """Groups that were dropped."""
+
+
+class LeaseManager:
+    """Grants leases, delivers results again whose lease has expired, and ends leases on acknowledgement."""
+
+    def __init__(self, store: Store):
+        self.store = store
+
+    async def lease(self, request: LeaseRequest, *, version: int, now: float) -> LeasedResults:
+        """The results that are available to the consumer now. Its first call registers it."""
+        async with self.store.write() as tx:
+            leased = await self._lease(tx, request, version, now)
+            if leased.results:
+                crash_point("server.before_lease")
+        if leased.results:
+            crash_point("server.after_lease")
+        return leased
+
+    async def _lease(self, tx: AsyncConnection, request: LeaseRequest, version: int, now: float) -> LeasedResults:
+        known = await self._consumer(tx, request, now)
+        if request.groups_per_update is None:
+            order, cursor = None, known.cursor
+            expired = await self._expired(tx, request, now, request.most)
+            rows = [*expired, *await self._fresh(tx, request, known, request.most - len(expired))]
+        else:
+            order = await DeliveryOrder.of(tx, known, version)
+            cursor = await self._hold_fresh(tx, request, known)
+            rows = expired = order.sort(await self._expired(tx, request, now, _SCANNED))
+        kept: list[Row[Any]] = []
+        old: set[int] = set()
+        for row in rows:
+            if len(kept) >= request.most:
+                break
+            cursor = max(cursor, row.seq)
+            if not row.task_id.startswith(known.prefix):
+                continue
+            if is_stale(version, row.lowest_version, row.max_staleness, request.max_staleness):
+                old.add(row.seq)
+                if request.stale is Stale.DROP:
+                    continue
+            elif order is not None and not order.delivers(row):
+                continue
+            kept.append(row)
+        if request.stale is Stale.DROP:
+            await self._release(tx, request.consumer, request.unit, [row.seq for row in expired if row.seq in old])
+        until = now + request.seconds
+        deliveries = await self._grant(tx, request, kept, until)
+        dropped, flagged = (len(old), 0) if request.stale is Stale.DROP else (0, len(old))
+        if cursor != known.cursor or kept or old or known.seen < now - _SEEN_SECONDS:
+            await tx.execute(
+                update(tables.consumers)
+                .where(*_consumer_is(request))
+                .values(
+                    cursor=cursor,
+                    delivered=known.delivered + len(kept),
+                    dropped=known.dropped + dropped,
+                    flagged=known.flagged + flagged,
+                    seen=now,
+                )
+            )
+        results = await self._read(tx, request, kept, deliveries, until, old)
+        more = not results and (bool(old) or cursor != known.cursor)
+        passed = await self._finished(tx, old) if dropped and request.unit is Unit.GROUP else []
+        withheld = order.withheld if order is not None else 0
+        return LeasedResults(results, dropped, flagged, more, await self._next_expiry(tx, request), withheld, passed)
+
+    # The consumer
+
+    async def _consumer(self, tx: AsyncConnection, request: LeaseRequest, now: float) -> Row[Any]:
+        """The locked row of the consumer, created or updated to the pace that it declares."""
+        table, counters = tables.consumers, tables.counters
+        locked = select(table).where(*_consumer_is(request)).with_for_update()
+        found = (await tx.execute(locked)).one_or_none()
+        if found is not None:
+            if request.prefix not in (None, found.prefix):
+                raise ResourceConflict(
+                    f"consumer {request.consumer!r} follows tasks with the prefix {found.prefix!r}; use another name",
+                    field="prefix",
+                )
+            if all(getattr(found, name) == value for name, value in request.pace.items()):
+                return found
+            await tx.execute(update(table).where(*_consumer_is(request)).values(**request.pace))
+            return (await tx.execute(locked)).one()
+        cursor = 0
+        if request.start is Start.NOW:
+            cursor = int(await tx.scalar(select(counters.c.value).where(counters.c.name == "results")) or 0)
+        row: dict[str, Any] = dict.fromkeys(("delivered", "acked", "dropped", "flagged"), 0)
+        row |= {"name": request.consumer, "unit": request.unit.value, "cursor": cursor, "prefix": request.prefix or ""}
+        row |= {"created": now, "seen": now} | request.pace
+        await tx.execute(insert_new(tx, table).values(**row))
+        return (await tx.execute(locked)).one()
+
+    # Leases
+
+    async def _expired(self, tx: AsyncConnection, request: LeaseRequest, now: float, most: int) -> list[Row[Any]]:
+        """Results whose lease has expired: they are delivered again."""
+        leases, results = tables.leases, tables.results
+        query = (
+            select(*results.c, leases.c.delivery)
+            .join(results, results.c.seq == leases.c.seq)
+            .where(*_leased_to(request.consumer, request.unit), leases.c.until <= now)
+            .order_by(leases.c.seq)
+            .limit(most)
+        )
+        return list(await tx.execute(query))
+
+    async def _hold_fresh(self, tx: AsyncConnection, request: LeaseRequest, known: Row[Any]) -> int:
+        """Hold what was published since the last call, to be delivered in any order; returns the cursor after it."""
+        fresh = await self._fresh(tx, request, known, _SCANNED)
+        held = {"consumer": request.consumer, "unit": request.unit.value, "until": 0.0, "delivery": WITHHELD}
+        rows = [held | {"seq": row.seq} for row in fresh if row.task_id.startswith(known.prefix)]
+        if rows:
+            await tx.execute(insert(tables.leases), rows)
+        return int(fresh[-1].seq if fresh else known.cursor)
+
+    async def _fresh(self, tx: AsyncConnection, request: LeaseRequest, known: Row[Any], wanted: int) -> list[Row[Any]]:
+        """Results behind the cursor."""
+        if wanted <= 0:
+            return []
+        table = tables.results
+        skips = known.prefix or (request.max_staleness is not None and request.stale is Stale.DROP)
+        query = (
+            select(table)
+            .where(table.c.unit == request.unit.value, table.c.seq > known.cursor)
+            .order_by(table.c.seq)
+            .limit(max(wanted, _SCANNED) if skips else wanted)
+        )
+        return list(await tx.execute(query))
+
+    async def _grant(
+        self, tx: AsyncConnection, request: LeaseRequest, rows: Sequence[Row[Any]], until: float
+    ) -> dict[int, int]:
+        """Lease the rows until then; returns how often each has been delivered."""
+        table = tables.leases
+        again = {row.seq: row.delivery + 1 for row in rows if "delivery" in row._fields}
+        fresh = [row.seq for row in rows if row.seq not in again]
+        for some in chunks(list(again)):
+            await tx.execute(
+                update(table)
+                .where(*_leased_to(request.consumer, request.unit), table.c.seq.in_(some))
+                .values(until=until, delivery=table.c.delivery + 1)
+            )
+        if fresh:
+            lease = {"consumer": request.consumer, "unit": request.unit.value, "until": until, "delivery": 1}
+            await tx.execute(insert(table), [lease | {"seq": seq} for seq in fresh])
+        return again | dict.fromkeys(fresh, 1)
+
+    async def _release(self, tx: AsyncConnection, consumer: str, unit: Unit, seqs: Sequence[int]) -> int:
+        """End the leases; returns how many there were."""
+        table, released = tables.leases, 0
+        for some in chunks(seqs):
+            released += (
+                await tx.execute(delete(table).where(*_leased_to(consumer, unit), table.c.seq.in_(some)))
+            ).rowcount
+        return released
+
+    async def release_all(self, consumer: str, *, now: float) -> int:
+        """Expire all leases of the consumer; returns how many."""
+        table = tables.leases
+        async with self.store.write() as tx:
+            open_leases = (table.c.consumer == consumer, table.c.until > now)
+            return int((await tx.execute(update(table).where(*open_leases).values(until=now))).rowcount)
+
+    async def _next_expiry(self, tx: AsyncConnection, request: LeaseRequest) -> float | None:
+        table = tables.leases
+        delivered = (*_leased_to(request.consumer, request.unit), table.c.delivery > WITHHELD)
+        found = await tx.scalar(select(table.c.until).where(*delivered).order_by(table.c.until).limit(1))
+        return None if found is None else float(found)
+
+    # What a result contains
+
+    async def _read(
+        self,
+        tx: AsyncConnection,
+        request: LeaseRequest,
+        rows: Sequence[Row[Any]],
+        deliveries: dict[int, int],
+        until: float,
+        old: set[int],
+    ) -> list[Result]:
+        grouped = request.unit is Unit.GROUP
+        members = await self._members(tx, rows) if grouped else {}
+        reasons = await _unusable_reasons(tx, [row.task_id for row in rows if grouped and not row.usable])
+        results = []
+        for row in rows:
+            sessions = members.get(row.seq, []) if grouped else [_session(row)]
+            if row.seq in old:
+                sessions = [one.model_copy(update={"stale": True}) for one in sessions]
+            results.append(
+                Result(
+                    result_id=result_id(request.unit, row.seq, self.store.token),
+                    unit=request.unit,
+                    task_id=row.task_id,
+                    sessions=sessions,
+                    reasons=reasons.get(row.task_id, {}),
+                    delivery=deliveries[row.seq],
+                    lease_until=until,
+                )
+            )
+        return results
+
+    async def _members(self, tx: AsyncConnection, groups: Sequence[Row[Any]]) -> dict[int, list[SessionResult]]:
+        """The sessions of complete groups: the usable results of their tasks that came before them."""
+        complete = {row.task_id: row.seq for row in groups if row.usable}
+        found: dict[int, list[SessionResult]] = {seq: [] for seq in complete.values()}
+        table = tables.results
+        for some in chunks(list(complete)):
+            query = select(table).where(table.c.task_id.in_(some), table.c.unit == Unit.SESSION.value, table.c.usable)
+            for row in await tx.execute(query):
+                group = complete[row.task_id]
+                if row.seq < group:
+                    found[group].append(_session(row))
+        return {seq: sorted(sessions, key=lambda one: one.sample) for seq, sessions in found.items()}
+
+    # Acknowledging
+
+    async def ack(
+        self, consumer: str, result_ids: Sequence[str], unusable: Collection[str] = (), *, version: int, now: float
+    ) -> tuple[Acked, list[FinishedGroup]]:
+        """Acknowledge results for good; repeating it changes nothing. Ids never leased to this consumer are `unknown`.
+
+        Groups that are not `unusable` count as used under the current policy version.
+        """
+        parsed = {name: parse_result_id(name, self.store.token) for name in result_ids}
+        acked: list[str] = []
+        unknown: list[str] = []
+        finished: list[FinishedGroup] = []
+        table = tables.consumers
+        async with self.store.write() as tx:
+            query = select(table).where(table.c.name == consumer).order_by(table.c.unit).with_for_update()
+            known = {Unit(row.unit): row for row in await tx.execute(query)}
+            seqs: dict[Unit, list[int]] = {}
+            for name, place in parsed.items():
+                if place is None or place[0] not in known or place[1] > known[place[0]].cursor:
+                    unknown.append(name)
+                else:
+                    acked.append(name)
+                    seqs.setdefault(place[0], []).append(place[1])
+            useless = {place[1] for name, place in parsed.items() if place is not None and name in unusable}
+            for unit, some in seqs.items():
+                values: dict[str, Any] = {"seen": now}
+                if unit is Unit.GROUP:
+                    leased = await self._leased_groups(tx, consumer, some)
+                    finished = await self._finished(tx, leased, trained=set(leased) - useless)
+                    used = known[unit].used if known[unit].used_version == version else 0
+                    values |= {"used": used + sum(one.trained for one in finished), "used_version": version}
+                released = await self._release(tx, consumer, unit, some)
+                mine = (table.c.name == consumer, table.c.unit == unit.value)
+                await tx.execute(update(table).where(*mine).values(acked=table.c.acked + released, **values))
+            crash_point("server.before_ack")
+        crash_point("server.after_ack")
+        return Acked(acked=acked, unknown=unknown), finished
+
+    async def _leased_groups(self, tx: AsyncConnection, consumer: str, seqs: Sequence[int]) -> list[int]:
+        """Those groups that are leased to the consumer."""
+        table, found = tables.leases, []
+        for some in chunks(seqs):
+            delivered = (*_leased_to(consumer, Unit.GROUP), table.c.seq.in_(some), table.c.delivery > WITHHELD)
+            found += list((await tx.execute(select(table.c.seq).where(*delivered))).scalars())
+        return found
+
+    async def _finished(
+        self, tx: AsyncConnection, seqs: Collection[int], trained: Collection[int] = ()
+    ) -> list[FinishedGroup]:
+        """The complete groups among these results, with their durations."""
+        results, tasks = tables.results, tables.tasks
+        found: list[FinishedGroup] = []
+        for some in chunks(sorted(seqs)):
+            query = (
+                select(results.c.seq, results.c.created, tasks.c.started)
+                .join(tasks, tasks.c.task_id == results.c.task_id)
+                .where(results.c.seq.in_(some), results.c.usable)
+            )
+            found += [
+                FinishedGroup(row.created - (row.created if row.started is None else row.started), row.seq in trained)
+                for row in await tx.execute(query)
+            ]
+        return found
+
+
+def _consumer_is(request: LeaseRequest) -> tuple[ColumnElement[bool], ...]:
+    table = tables.consumers
+    return table.c.name == request.consumer, table.c.unit == request.unit.value
+
+
+def _leased_to(consumer: str, unit: Unit) -> tuple[ColumnElement[bool], ...]:
+    table = tables.leases
+    return table.c.consumer == consumer, table.c.unit == unit.value
+
+
+async def _unusable_reasons(tx: AsyncConnection, task_ids: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Why samples of the tasks are not usable, counted, for those that have ended."""
+    found: dict[str, Counter[str]] = {}
+    table = tables.results
+    for some in chunks(task_ids):
+        query = select(table).where(
+            table.c.task_id.in_(some), table.c.unit == Unit.SESSION.value, table.c.usable.is_(False)
+        )
+        for row in await tx.execute(query):
+            reason = unusable_reason(_session(row)) or "untrained"
+            found.setdefault(row.task_id, Counter())[reason] += 1
+    return {task_id: dict(counted) for task_id, counted in found.items()}
+
+
+def _session(row: Row[Any]) -> SessionResult:
+    """The session of a result row. A row that cannot be read becomes a result flagged as damaged."""
+    try:
+        return SessionResult.model_validate(load_json(row.body))
+    except (SchemaError, TypeError, ValidationError) as error:
+        log.error("damaged: row of result %d: %s", row.seq, one_line(error))
+        return SessionResult(
+            session_id=row.session_id,
+            task_id=row.task_id,
+            sample=0,
+            attempt=1,
+            state=SessionState.FAILED,
+            failure=FailureReason.STORAGE,
+            error="the row of this result is damaged",
+            usable=False,
+            turns=0,
+            trained_tokens=0,
+            damaged="the row of this result is damaged",
+            finished=row.created,
+        )

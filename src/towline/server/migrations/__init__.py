@@ -1,1 +1,0 @@
-"""The store's schema, step by step."""

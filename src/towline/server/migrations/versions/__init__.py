@@ -1,1 +1,0 @@
-"""One file a step, applied in order when the server starts."""

@@ -1,0 +1,339 @@
+"""The transaction in which sessions end: attempts, results, groups, callbacks and events, all or nothing.
+
+Every sample of a task yields exactly one session result, and every task exactly one group result, whatever happens. The
+end of a session that another epoch has ended changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import ColumnElement, Row, bindparam, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from towline.runs.retries import strikes_after
+from towline.schema import (
+    EndReason,
+    FailureReason,
+    SchemaError,
+    SessionResult,
+    SessionState,
+    SessionSummary,
+    TaskState,
+    Unit,
+)
+from towline.schema.files import dump_json, load_json
+from towline.server.scheduling.ending import SessionEnd, session_event, storable_text, waiting_row
+from towline.server.scheduling.rules import (
+    FREE_ATTEMPTS,
+    GroupProgress,
+    GroupVerdict,
+    final_state,
+    group_verdict,
+    should_retry,
+)
+from towline.server.store import tables
+from towline.server.store.database import Store
+from towline.server.store.tables import Phase, add_events, chunks, result_id, take_numbers
+
+_FIELDS = ("state", "end_reason", "failure", "stage", "error", "segment", "place", "sha256", "updated")
+_RESULT_FIELDS = (*SessionSummary.model_fields, "lowest_version", "notes")
+_END_SESSION = (
+    update(tables.sessions)
+    .where(tables.sessions.c.session_id == bindparam("id"))
+    .values(phase=Phase.ENDED.value, **{name: bindparam(f"to_{name}") for name in _FIELDS})
+)
+
+
+@dataclass(slots=True)
+class Effects:
+    """What has to be done once the transaction is committed."""
+
+    stop: list[str] = field(default_factory=list)
+    """Running sessions that their group no longer needs."""
+    finished_tasks: list[str] = field(default_factory=list)
+    """Tasks whose last session has ended."""
+    fenced: list[SessionEnd] = field(default_factory=list)
+    """Ends that came after another epoch had ended the session."""
+    ended: list[SessionEnd] = field(default_factory=list)
+    waiting: int = 0
+    """Change in the number of waiting sessions."""
+    published: int = 0
+    callbacks: int = 0
+
+
+class EndSessions:
+    """The ends that one transaction writes."""
+
+    def __init__(self, store: Store, tx: AsyncConnection, at: float, *, quarantine_deaths: int = 0):
+        self.store = store
+        self.tx = tx
+        self.at = at
+        self._quarantine_deaths = quarantine_deaths
+        self.effects = Effects()
+        self._tasks: dict[str, Row[Any]] = {}
+        self._groups: dict[str, GroupProgress] = {}
+        self._results: list[dict[str, Any]] = []
+        self._events: list[tuple[str, dict[str, Any]]] = []
+
+    async def conclude(self, endings: Sequence[SessionEnd]) -> Effects:
+        await self._lock({ending.task_id for ending in endings})
+        strikes = await self._take(endings)
+        for ending in endings:
+            if ending.session_id in strikes:
+                await self._end(ending, strikes[ending.session_id])
+            else:
+                self.effects.fenced.append(ending)
+        return await self._commit()
+
+    async def cancel(self, task_id: str) -> Effects | None:
+        """Cancel a task; `None` if it does not exist."""
+        await self._lock({task_id})
+        group = self._groups.get(task_id)
+        if group is None:
+            return None
+        if group.open:
+            group.state = TaskState.CANCELLED
+            self._publish_group(task_id, complete=False)
+            await self._stop_rest(task_id)
+        return await self._commit()
+
+    # Rows
+
+    async def _lock(self, ids: set[str]) -> None:
+        table = tables.tasks
+        for some in chunks(sorted(ids)):
+            query = select(table).where(table.c.task_id.in_(some)).order_by(table.c.task_id).with_for_update()
+            for row in await self.tx.execute(query):
+                self._tasks[row.task_id] = row
+                self._groups[row.task_id] = GroupProgress(
+                    row.num_samples, row.required, row.finished, row.usable, TaskState(row.state), row.grouped
+                )
+
+    async def _take(self, endings: Sequence[SessionEnd]) -> dict[str, int]:
+        """End the rows of the sessions of this epoch; returns how many earlier attempts of each count."""
+        table = tables.sessions
+        found: dict[str, int] = {}
+        epochs = {ending.session_id: ending.epoch for ending in endings}
+        for some in chunks(sorted(epochs)):
+            query = (
+                select(table.c.session_id, table.c.strikes, table.c.epoch)
+                .where(table.c.session_id.in_(some), table.c.phase == Phase.ACTIVE)
+                .order_by(table.c.session_id)
+                .with_for_update()
+            )
+            rows = await self.tx.execute(query)
+            found |= {row.session_id: row.strikes for row in rows if row.epoch == epochs[row.session_id]}
+        mine = [self._row(ending) for ending in endings if ending.session_id in found]
+        if mine:
+            await self.tx.execute(_END_SESSION, mine)
+        return found
+
+    def _row(self, ending: SessionEnd) -> dict[str, Any]:
+        error = storable_text(ending.error)
+        if ending.state is SessionState.FAILED and not error:
+            error = "unknown"
+        piece = ending.piece
+        return {
+            "id": ending.session_id,
+            "to_state": ending.state.value,
+            "to_end_reason": ending.end_reason.value if ending.end_reason else None,
+            "to_failure": ending.failure.value if ending.failure else None,
+            "to_stage": ending.stage.value,
+            "to_error": error,
+            "to_segment": piece.segment if piece else None,
+            "to_place": piece.place if piece else None,
+            "to_sha256": piece.sha256 if piece else None,
+            "to_updated": self.at,
+        }
+
+    # Samples
+
+    async def _end(self, ending: SessionEnd, strikes: int) -> None:
+        task, group = self._tasks[ending.task_id], self._groups[ending.task_id]
+        self._events += ending.steps
+        self._events.append(("session", ending.event()))
+        self.effects.ended.append(ending)
+        strikes = strikes_after(
+            ending.state,
+            strikes,
+            attempt=ending.attempt,
+            deaths=ending.deaths,
+            blameless=ending.blameless,
+            free=FREE_ATTEMPTS,
+        )
+        hopeless = ending.hopeless or ending.failure is FailureReason.QUARANTINED
+        ending.retried = should_retry(
+            ending.state, hopeless=hopeless, strikes=strikes, max_attempts=task.max_attempts, group=group
+        )
+        if ending.retried:
+            await self._retry(ending, task, strikes)
+            return
+        group.finished += 1
+        group.usable += ending.usable
+        self._publish_session(ending, task, final_state(ending.state, group))
+        if ending.failure is FailureReason.QUARANTINED:
+            await self._quarantine_suspects(ending)
+        found = group_verdict(group)
+        if found is not GroupVerdict.WAIT:
+            group.state = TaskState.DONE
+            self._publish_group(ending.task_id, complete=found is GroupVerdict.COMPLETE)
+            if group.finished < group.num_samples:
+                await self._stop_rest(ending.task_id)
+
+    async def _retry(self, ending: SessionEnd, task: Row[Any], strikes: int) -> None:
+        table = tables.sessions
+        await self.tx.execute(
+            update(table).where(table.c.session_id == ending.session_id).values(latest=False, updated=self.at)
+        )
+        fresh = waiting_row(
+            task.task_id,
+            task.number,
+            task.priority,
+            ending.sample,
+            self.at,
+            attempt=ending.attempt + 1,
+            strikes=strikes,
+            deaths=ending.deaths,
+            company=ending.company,
+        )
+        await self.tx.execute(insert(table), [fresh])
+        self._events.append(("session", session_event(fresh)))
+        self.effects.waiting += 1
+
+    async def _stop_rest(self, task_id: str) -> None:
+        """End the waiting sessions of a task and ask the running ones to stop."""
+        table = tables.sessions
+        await self._end_waiting(task_id, (), state=SessionState.CANCELLED, end_reason=EndReason.CANCELLED)
+        active = select(table.c.session_id).where(table.c.task_id == task_id, table.c.phase == Phase.ACTIVE)
+        self.effects.stop += list((await self.tx.execute(active)).scalars())
+
+    async def _quarantine_suspects(self, found: SessionEnd) -> None:
+        """End the waiting samples of the task that are suspected of the same, so that they do not kill a node too."""
+        suspected = (tables.sessions.c.deaths >= self._quarantine_deaths,)
+        reason = FailureReason.QUARANTINED
+        await self._end_waiting(
+            found.task_id, suspected, state=SessionState.FAILED, failure=reason, error=storable_text(found.error)
+        )
+
+    async def _end_waiting(self, task_id: str, which: Sequence[ColumnElement[bool]], **end: Any) -> None:
+        """End waiting sessions of the task, which no node has seen."""
+        table, task, group = tables.sessions, self._tasks[task_id], self._groups[task_id]
+        ended = await self.tx.execute(
+            update(table)
+            .where(table.c.task_id == task_id, table.c.phase == Phase.WAITING, *which)
+            .values(phase=Phase.ENDED, updated=self.at, **end)
+            .returning(table.c.session_id, table.c.task_id, table.c.sample, table.c.attempt, table.c.epoch)
+        )
+        for row in sorted(ended, key=lambda row: row.sample):
+            ending = SessionEnd.of_row(row, **end)
+            group.finished += 1
+            self.effects.waiting -= 1
+            self.effects.ended.append(ending)
+            self._events.append(("session", ending.event()))
+            self._publish_session(ending, task, ending.state)
+
+    # Results
+
+    def _publish_session(self, ending: SessionEnd, task: Row[Any], state: SessionState) -> None:
+        body = SessionResult(
+            **{name: getattr(ending, name) for name in _RESULT_FIELDS}
+            | {"state": state, "error": storable_text(ending.error)},
+            finished=self.at,
+            metadata=_metadata(task.body),
+        )
+        self._results.append(
+            {
+                "unit": Unit.SESSION.value,
+                "task_id": ending.task_id,
+                "session_id": ending.session_id,
+                "body": dump_json(body),
+                "usable": ending.usable,
+                "lowest_version": ending.lowest_version,
+                "max_staleness": task.max_staleness,
+                "created": self.at,
+            }
+        )
+
+    def _publish_group(self, task_id: str, *, complete: bool) -> None:
+        self._groups[task_id].grouped = True
+        self._results.append(
+            {
+                "unit": Unit.GROUP.value,
+                "task_id": task_id,
+                "session_id": None,
+                "body": None,
+                "usable": complete,
+                "lowest_version": None,
+                "max_staleness": self._tasks[task_id].max_staleness,
+                "created": self.at,
+            }
+        )
+
+    # The end of the transaction
+
+    async def _commit(self) -> Effects:
+        for task_id, group in self._groups.items():
+            await self._write_task(task_id, group)
+        if self._results:
+            await self._write_results()
+        await add_events(self.tx, self._events, self.at)
+        return self.effects
+
+    async def _write_task(self, task_id: str, group: GroupProgress) -> None:
+        was = self._tasks[task_id]
+        now = {"finished": group.finished, "usable": group.usable, "grouped": group.grouped, "state": group.state}
+        if all(getattr(was, name) == value for name, value in now.items()):
+            return
+        table = tables.tasks
+        await self.tx.execute(update(table).where(table.c.task_id == task_id).values(**now, updated=self.at))
+        if was.state != group.state:
+            self._events.append(("task", {"task_id": task_id, "state": group.state.value}))
+        if group.finished >= group.num_samples:
+            self.effects.finished_tasks.append(task_id)
+
+    async def _write_results(self) -> None:
+        count = len(self._results)
+        first = await take_numbers(self.tx, "results", count) - count + 1
+        callbacks = []
+        for seq, row in enumerate(self._results, first):
+            row["seq"] = seq
+            event = {"result_id": result_id(row["unit"], seq, self.store.token), "unit": row["unit"]}
+            event |= {"task_id": row["task_id"], "session_id": row["session_id"], "usable": row["usable"]}
+            self._events.append(("result", event))
+            url = self._tasks[row["task_id"]].callback
+            if row["unit"] == Unit.GROUP and url:
+                callbacks.append({"seq": seq, "url": url, "body": dump_json(event), "tries": 0, "due": self.at})
+        for row in self._results:
+            if row["unit"] == Unit.GROUP and row["usable"]:
+                row["lowest_version"] = await self._lowest(row["task_id"], row["seq"])
+        await self.tx.execute(insert(tables.results), self._results)
+        if callbacks:
+            await self.tx.execute(insert(tables.callbacks), callbacks)
+        self.effects.published += count
+        self.effects.callbacks += len(callbacks)
+
+    async def _lowest(self, task_id: str, before: int) -> int | None:
+        """The oldest version of a group, over members that are stored and those about to be."""
+        table = tables.results
+        query = select(table.c.lowest_version).where(
+            table.c.task_id == task_id, table.c.unit == Unit.SESSION.value, table.c.usable
+        )
+        found = list((await self.tx.execute(query)).scalars())
+        found += [
+            row["lowest_version"]
+            for row in self._results
+            if row["task_id"] == task_id and row["session_id"] and row["usable"] and row["seq"] < before
+        ]
+        return min((version for version in found if version is not None), default=None)
+
+
+def _metadata(body: bytes) -> dict[str, Any]:
+    """The metadata of a task; empty if the task cannot be read, since its sessions must end all the same."""
+    try:
+        found = load_json(body).get("metadata", {})
+    except (SchemaError, AttributeError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}

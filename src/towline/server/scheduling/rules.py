@@ -1,0 +1,95 @@
+"""The rules of retries, groups and staleness, as pure functions.
+
+A sample is retried while its infrastructure fails and attempts are left; then it yields exactly one result. A death of the
+node or the server costs no attempt. To keep a task from killing its node forever, a sample that was running at
+`server.quarantine_deaths` deaths is a suspect: suspects run without other sessions, half as many at a time as were running
+at the last death, so that each further death halves the suspects. The one that was running alone at two deaths in a row is
+quarantined: a session that always ran alone after three deaths, one of many after a few more.
+
+A group is complete, and published at once, when enough of its sessions are usable. When all samples have ended without
+that, it is dropped: published without sessions, so that no consumer waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from towline.runs.retries import is_retried
+from towline.schema import SessionState, TaskState
+
+FREE_ATTEMPTS = 50
+"""Free attempts of a sample in outages: a limit, since a session may cause the outage itself."""
+
+
+@dataclass(slots=True)
+class GroupProgress:
+    """How far the group of a task is."""
+
+    num_samples: int
+    required: int
+    finished: int
+    usable: int
+    state: TaskState
+    grouped: bool
+    """Its group result is published."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a sample's result still matters to the group."""
+        return not self.grouped and self.state is not TaskState.CANCELLED
+
+
+class GroupVerdict(Enum):
+    """Whether the group result of a task is due."""
+
+    WAIT = "wait"
+    """Not yet, or it was published before."""
+    COMPLETE = "complete"
+    """Enough sessions are usable."""
+    DROPPED = "dropped"
+    """All samples have ended and too few are usable."""
+
+
+def should_retry(state: SessionState, *, hopeless: bool, strikes: int, max_attempts: int, group: GroupProgress) -> bool:
+    """Whether a sample gets another attempt; `strikes` counts its attempts so far, this one included."""
+    return group.open and is_retried(state, hopeless=hopeless, strikes=strikes, max_attempts=max_attempts)
+
+
+def is_suspect(deaths: int, limit: int) -> bool:
+    """Whether a sample that was running at this many deaths may be their cause; a limit of 0 suspects none."""
+    return 0 < limit <= deaths
+
+
+def is_quarantined(deaths: int, limit: int, company: int, before: int) -> bool:
+    """Whether a sample that was running at this many deaths is not retried.
+
+    `company` and `before` are the numbers of sessions that were running at the last death and at the one before it.
+    """
+    return is_suspect(deaths, limit) and company <= 1 and before <= 1
+
+
+def suspects_at_once(company: int) -> int:
+    """How many suspects may run together, given the sessions that were running at the last death."""
+    return max(1, company // 2)
+
+
+def group_verdict(group: GroupProgress) -> GroupVerdict:
+    if not group.open:
+        return GroupVerdict.WAIT
+    if group.usable >= group.required:
+        return GroupVerdict.COMPLETE
+    return GroupVerdict.DROPPED if group.finished >= group.num_samples else GroupVerdict.WAIT
+
+
+def final_state(state: SessionState, group: GroupProgress) -> SessionState:
+    """The state in a sample's result: one that is LOST for good is FAILED, or CANCELLED if its group is already decided."""
+    if state is not SessionState.LOST:
+        return state
+    return SessionState.FAILED if group.open else SessionState.CANCELLED
+
+
+def is_stale(version: int, lowest: int | None, *wanted: int | None) -> bool:
+    """Whether a result exceeds the strictest of the given staleness limits."""
+    limits = [limit for limit in wanted if limit is not None]
+    return lowest is not None and bool(limits) and version - lowest > min(limits)

@@ -1,0 +1,416 @@
+"""The scheduler: claims sessions from the queue, hands them to the runner, and writes their ends to the store.
+
+The end of a session is written in this order: its trajectory as a segment, then, in one transaction, everything that
+follows from it. Ends that arrive together share a transaction. While the database is down, ends wait; none is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from sqlalchemy import func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from towline.cluster.runner import NodeLost, Runner, SessionOutcome
+from towline.common.crashpoints import crash_point
+from towline.common.mappings import BoundedDict
+from towline.errors import TowlineError
+from towline.schema import FailureReason, SchemaError, Session, SessionState, Task, Trajectory
+from towline.schema.files import load_json
+from towline.server.events import Signals
+from towline.server.metrics import ServerMetrics
+from towline.server.pacing.pacer import Pacer
+from towline.server.policy import PolicyController
+from towline.server.scheduling import queue
+from towline.server.scheduling.end_sessions import Effects, EndSessions
+from towline.server.scheduling.ending import (
+    SessionEnd,
+    failure_of,
+    fill_session_end,
+    lost_session_end,
+    trajectory_ended_as,
+)
+from towline.server.scheduling.progress import BreakerMonitor, StageWriter
+from towline.server.scheduling.rules import is_suspect, suspects_at_once
+from towline.server.store import tables
+from towline.server.store.database import Outage, Store, is_transient
+from towline.server.store.segments import Segments, SegmentSlice
+from towline.server.store.tables import Phase, chunks
+
+log = logging.getLogger("towline.server")
+_BATCH = 64
+"""Most ends in one transaction, and most sessions claimed at once."""
+_CACHED_TASKS = 256
+"""Parsed tasks kept in memory."""
+_STOP_TIMEOUT = 60.0
+"""Seconds that a shutdown waits for cancelled sessions, and for a database that is down."""
+
+
+@dataclass(slots=True)
+class _PendingEnd:
+    """The end of a session that is not written yet."""
+
+    ending: SessionEnd
+    trajectory: Trajectory | None
+    written: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+HoldReason = Callable[[], str]
+"""Returns why no session may start now; empty if there is no reason."""
+
+
+class SessionScheduler:
+    """Runs waiting sessions while nothing holds the queue, and writes how they ended."""
+
+    def __init__(
+        self,
+        store: Store,
+        segments: Segments,
+        runner: Runner,
+        policy: PolicyController,
+        pacer: Pacer,
+        signals: Signals,
+        metrics: ServerMetrics,
+        *,
+        quarantine_deaths: int,
+    ):
+        self.quarantine_deaths = quarantine_deaths
+        self.store = store
+        self.segments = segments
+        self.runner = runner
+        self.policy = policy
+        self.pacer = pacer
+        self.signals = signals
+        self.metrics = metrics
+        self.stages = StageWriter(store, signals.events)
+        self.breakers = BreakerMonitor(store, runner, signals.work, signals.events)
+        self.hold_reasons: list[HoldReason] = [self._broken_reason, self._paused_reason, self.breakers.holding]
+        """Checked whenever there is room for a session. When one clears, `signals.work` is notified."""
+        self.waiting = 0
+        """Waiting sessions, approximately; recounted periodically."""
+        self.active: dict[str, asyncio.Task[None]] = {}
+        """Sessions at the runner, or whose end is being written."""
+        self.broken = ""
+        """Why the scheduler stopped working; empty while it works."""
+        self._to_stop: set[str] = set()
+        """Active sessions that were asked to end."""
+        self._held_back = False
+        """Whether pacing kept sessions in the queue at the last claim."""
+        self._interrupted = False
+        self._closing = False
+        self._suspects: set[str] = set()
+        """Active suspects of killing nodes."""
+        self._suspecting = quarantine_deaths > 0
+        """Whether suspects may be waiting or active."""
+        self._unwritable = Outage("the trajectory storage")
+        self._ends: asyncio.Queue[_PendingEnd] = asyncio.Queue()
+        self._tasks: BoundedDict[str, Task] = BoundedDict(_CACHED_TASKS)
+        self._loops: list[asyncio.Task[None]] = []
+
+    # Start and stop
+
+    async def recover(self) -> int:
+        """End the sessions that an earlier server left as LOST, and retry them; returns how many there were."""
+        table = tables.sessions
+        async with self.store.read() as tx:
+            query = select(table).where(table.c.phase == Phase.ACTIVE, table.c.epoch < self.store.epoch)
+            rows = list(await tx.execute(query))
+            # A server that died during recovery has already ended some of them.
+            lost = or_(table.c.phase == Phase.ACTIVE, table.c.state == SessionState.LOST)
+            epochs = Counter(row.epoch for row in rows)
+            if any(is_suspect(row.deaths + 1, self.quarantine_deaths) for row in rows):
+                counted = select(table.c.epoch, func.count().label("lost")).where(table.c.epoch.in_(epochs), lost)
+                epochs = Counter({row.epoch: row.lost for row in await tx.execute(counted.group_by(table.c.epoch))})
+        limit = self.quarantine_deaths
+        endings = {row.session_id: lost_session_end(row, company=epochs[row.epoch], limit=limit) for row in rows}
+        async for trajectory in self.runner.recover(set(endings)):
+            ending = endings.pop(trajectory.session_id)
+            ending.turns = trajectory.report.turns
+            await self._end_lost([_PendingEnd(ending, trajectory_ended_as(trajectory, ending))])
+            await self.runner.discard(ending.session_id)
+        for some in chunks(list(endings.values())):
+            await self._end_lost([_PendingEnd(ending, None) for ending in some])
+        self.waiting = await queue.count_waiting(self.store)
+        return len(rows)
+
+    async def _end_lost(self, batch: list[_PendingEnd]) -> None:
+        """Write the ends of lost sessions. One with damaged rows is ended separately and does not stop the start."""
+        try:
+            await self._write_batch(batch)
+        except Exception as error:
+            if is_transient(error):
+                raise
+            if len(batch) > 1:
+                for end in batch:
+                    await self._end_lost([end])
+                return
+            ending = batch[0].ending
+            log.error("damaged: rows of session %s: %s: %s", ending.session_id, type(error).__name__, error)
+            await self.store.write_with_retry(
+                partial(queue.set_aside, session_ids=[ending.session_id]), what="a damaged session"
+            )
+
+    def start(self) -> None:
+        loops = (self._claim_loop(), self._end_loop(), self.stages.run(), self.breakers.run())
+        self._loops = [asyncio.create_task(loop) for loop in loops]
+        for loop in self._loops:
+            loop.add_done_callback(self._loop_failed)
+
+    def _loop_failed(self, loop: asyncio.Task[None]) -> None:
+        if not loop.cancelled() and (error := loop.exception()) is not None:
+            self.broken = f"{type(error).__name__}: {error}"
+            log.critical("the scheduler failed; restart the server", exc_info=error)
+
+    async def close(self, seconds: float) -> None:
+        """Let sessions end by themselves for `seconds`; then save their turns and leave the sessions to the next server."""
+        self._closing = True
+        self.signals.work.notify()
+        # Sessions that are being claimed at this moment become active too.
+        await asyncio.wait(self._loops[:1], timeout=_STOP_TIMEOUT)
+        await self._wait_for_sessions(seconds)
+        self._interrupted = True
+        for session_id in list(self.active):
+            self.runner.cancel(session_id)
+        await self._wait_for_sessions(_STOP_TIMEOUT)
+        if self.active:
+            log.error("the ends of %d sessions could not be written; the next server marks them LOST", len(self.active))
+        remaining = [*self._loops, *self.active.values()]
+        for task in remaining:
+            task.cancel()
+        if remaining:
+            await asyncio.wait(remaining, timeout=_STOP_TIMEOUT)
+
+    async def _wait_for_sessions(self, seconds: float) -> None:
+        if self.active:
+            await asyncio.wait(list(self.active.values()), timeout=seconds)
+
+    # Starting sessions
+
+    async def _claim_loop(self) -> None:
+        while not self._closing:
+            count = self.signals.work.count
+            room = self.runner.capacity - len(self.active)
+            claimed: list[queue.ClaimedSession] = []
+            self._held_back = False
+            if room > 0 and not self.held:
+                claimed = await self.store.write_with_retry(partial(self._claim, room=room), what="claim")
+            for one in claimed:
+                self._start_session(one)
+            left = min(room - len(claimed), self.waiting - len(claimed))
+            self.pacer.set_idle(max(0, left) if self._held_back else 0)
+            # Sessions that are no longer active have ended by themselves.
+            self._to_stop &= self.active.keys()
+            if claimed:
+                self.waiting = max(0, self.waiting - len(claimed))
+                self.signals.events.notify()
+            else:
+                await self.signals.work.wait(count, 5.0)
+
+    @property
+    def held(self) -> str:
+        """Why no session is started; empty if there is no reason."""
+        return next((reason for hold in self.hold_reasons if (reason := hold())), "")
+
+    def _broken_reason(self) -> str:
+        if self.runner.trouble and not self.broken:
+            self.broken = self.runner.trouble
+            log.critical("no more sessions are started; restart the server: %s", self.broken)
+        return self.broken
+
+    def _paused_reason(self) -> str:
+        return "sampling is paused" if self.policy.now.paused else ""
+
+    async def _claim(self, tx: AsyncConnection, *, room: int) -> list[queue.ClaimedSession]:
+        suspects = await self._suspects_only(tx) if self._suspecting else None
+        count = min(room, _BATCH) if suspects is None else min(room, suspects)
+        if count <= 0:
+            return []
+        version = self.policy.now.version
+        gate = await self.pacer.gate(tx, version)
+        claimed = await queue.claim(
+            tx,
+            count,
+            epoch=self.store.epoch,
+            node=self.runner.name,
+            at=time.time(),
+            version=version,
+            gate=gate,
+            deaths=0 if suspects is None else self.quarantine_deaths,
+        )
+        self._held_back = gate is not None and gate.holds
+        if claimed:
+            crash_point("server.before_claim")
+        return claimed
+
+    async def _suspects_only(self, tx: AsyncConnection) -> int | None:
+        """How many suspects may start now, while nothing else may; `None` if there are no suspects."""
+        companies = await queue.suspects(tx, self.quarantine_deaths)
+        self._suspecting = bool(companies or self._suspects)
+        if not self._suspecting:
+            return None
+        if not companies or self.active.keys() - self._suspects:
+            return 0
+        return suspects_at_once(min(companies)) - len(self._suspects)
+
+    def _start_session(self, claimed: queue.ClaimedSession) -> None:
+        crash_point("server.after_claim")
+        session = claimed.session
+        if is_suspect(claimed.deaths, self.quarantine_deaths):
+            self._suspects.add(session.session_id)
+        running = asyncio.create_task(self._run_session(session, claimed))
+        self.active[session.session_id] = running
+        running.add_done_callback(lambda done: self._session_ended(session.session_id, done))
+
+    def _task(self, task_id: str, body: bytes) -> Task:
+        if task_id not in self._tasks:
+            self._tasks[task_id] = Task.model_validate(load_json(body))
+        return self._tasks[task_id]
+
+    def _session_ended(self, session_id: str, done: asyncio.Task[None]) -> None:
+        self.active.pop(session_id, None)
+        self._to_stop.discard(session_id)
+        self._suspects.discard(session_id)
+        self.stages.forget(session_id)
+        self.signals.work.notify()
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.error("the end of session %s could not be written", session_id, exc_info=error)
+
+    def stop(self, session_ids: list[str]) -> None:
+        """Stop sessions that are active, or about to be."""
+        for session_id in session_ids:
+            self._to_stop.add(session_id)
+            self.runner.cancel(session_id)
+
+    # Ending sessions
+
+    async def _run_session(self, session: Session, claimed: queue.ClaimedSession) -> None:
+        outcome: SessionOutcome | None = None
+        identity = {name: getattr(session, name) for name in ("session_id", "task_id", "sample", "attempt")}
+        ending = SessionEnd(**identity, epoch=self.store.epoch, deaths=claimed.deaths, company=claimed.company)
+        try:
+            running = self.runner.submit(self._task(session.task_id, claimed.body), session)
+            if session.session_id in self._to_stop or self._interrupted:
+                self.runner.cancel(session.session_id)
+            outcome = await running
+        except NodeLost as error:
+            limit = self.quarantine_deaths
+            ending.died(str(error) or "its node died", company=error.sessions, limit=limit)
+            self._suspecting = limit > 0
+        except TowlineError as error:
+            ending.error, ending.failure = str(error) or repr(error), failure_of(error)
+        except Exception as error:
+            log.exception("session %s failed", session.session_id)
+            ending.error, ending.failure = str(error) or repr(error), FailureReason.INTERNAL
+        trajectory = None if outcome is None else self._finalize_trajectory(ending, outcome)
+        ending.stage = self.stages.last(session.session_id)
+        ending.steps = await self.stages.take(session.session_id)
+        end = _PendingEnd(ending, trajectory)
+        await self._ends.put(end)
+        await end.written
+        if outcome is not None:
+            await self.runner.discard(session.session_id)
+
+    def _finalize_trajectory(self, ending: SessionEnd, outcome: SessionOutcome) -> Trajectory:
+        """Fill in the end; returns the trajectory to store."""
+        self.metrics.session(outcome.trajectory)
+        state = outcome.session.state
+        if self._interrupted and state is SessionState.CANCELLED and ending.session_id not in self._to_stop:
+            return fill_session_end(ending, outcome, lost="the server was shut down")
+        if state is SessionState.FAILED and self.runner.trouble:
+            return fill_session_end(ending, outcome, lost=self.runner.trouble, why=FailureReason.STORAGE)
+        return fill_session_end(ending, outcome)
+
+    async def _end_loop(self) -> None:
+        while True:
+            batch = [await self._ends.get()]
+            while len(batch) < _BATCH and not self._ends.empty():
+                batch.append(self._ends.get_nowait())
+            try:
+                await self._write_batch(batch)
+            except Exception:
+                log.exception("the ends of %d sessions could not be written together; writing one by one", len(batch))
+                await self._one_by_one(batch)
+            for end in batch:
+                if not end.written.done():
+                    end.written.set_result(None)
+
+    async def _one_by_one(self, batch: list[_PendingEnd]) -> None:
+        for end in batch:
+            try:
+                await self._write_batch([end])
+            except Exception as error:
+                # The session stays active in the store; the next server ends it as LOST and retries it.
+                end.written.set_exception(error)
+
+    async def _write_batch(self, batch: list[_PendingEnd]) -> None:
+        """Write the trajectories first, then the rows that name them."""
+        with_trajectory = [(end, end.trajectory) for end in batch if end.trajectory is not None]
+        if with_trajectory:
+            pieces = await self._write_segment([trajectory for _, trajectory in with_trajectory])
+            for (end, _), piece in zip(with_trajectory, pieces, strict=True):
+                if isinstance(piece, SegmentSlice):
+                    end.ending.piece = piece
+                else:
+                    end.ending.state, end.ending.usable = SessionState.FAILED, False
+                    end.ending.failure = FailureReason.STORAGE
+                    end.ending.error = f"its trajectory cannot be stored: {piece}"
+        await self._write_ends([end.ending for end in batch])
+
+    async def _write_segment(self, trajectories: list[Trajectory]) -> list[SegmentSlice | SchemaError]:
+        pause = 0.1
+        while True:
+            try:
+                pieces = await self.segments.write(trajectories)
+            except OSError as error:
+                self._unwritable.failed(str(error))
+            else:
+                self._unwritable.recovered()
+                return pieces
+            await asyncio.sleep(pause)
+            pause = min(10.0, pause * 2)
+
+    async def _write_ends(self, endings: list[SessionEnd]) -> None:
+        async def write(tx: AsyncConnection) -> Effects:
+            transaction = EndSessions(self.store, tx, time.time(), quarantine_deaths=self.quarantine_deaths)
+            effects = await transaction.conclude(endings)
+            crash_point("server.before_commit")
+            return effects
+
+        effects = await self.store.write_with_retry(write, what="the end of a session")
+        crash_point("server.after_commit")
+        for late in effects.fenced:
+            log.warning("session %s had already ended; its late result is discarded", late.session_id)
+        self.apply(effects)
+
+    def apply(self, effects: Effects) -> None:
+        """Act on what a committed transaction requires."""
+        self.waiting = max(0, self.waiting + effects.waiting)
+        for ending in effects.ended:
+            self.metrics.ended(ending)
+            _log_failure(ending)
+        for task_id in effects.finished_tasks:
+            self._tasks.pop(task_id, None)
+            self.runner.forget(task_id)
+        self.stop(effects.stop)
+        if effects.published:
+            self.signals.results.notify()
+        if effects.callbacks:
+            self.signals.callbacks.notify()
+        self.signals.events.notify()
+        if effects.waiting > 0:
+            self.signals.work.notify()
+
+
+def _log_failure(ending: SessionEnd) -> None:
+    """One line per failed session; those that a dead server left are counted at the start."""
+    if ending.state is SessionState.FAILED:
+        quarantined = ending.failure is FailureReason.QUARANTINED
+        log.log(logging.ERROR if quarantined else logging.WARNING, "%s", ending.log_line(), extra=ending.log_fields())
+    elif ending.state is SessionState.LOST:
+        log.info("%s", ending.log_line(), extra=ending.log_fields())

@@ -1,0 +1,1 @@
+"""One file per step, applied in order when the server starts."""

@@ -1,0 +1,194 @@
+"""Read-only queries about tasks, sessions, consumers and stored trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import Row, func, select, tuple_
+
+from towline.schema import FailureReason, Session, SessionState, TaskState, TaskStatus
+from towline.server.errors import DamagedData, ResourceNotFound
+from towline.server.store import tables
+from towline.server.store.database import Store
+from towline.server.store.segments import SegmentSlice
+from towline.server.store.tables import WITHHELD, chunks
+
+_CONSUMERS = 100
+"""Most consumers in the metrics: clients choose the names, and each makes a time series."""
+
+
+class SortOrder(StrEnum):
+    """Order of sessions in a list, by when their tasks were submitted."""
+
+    OLDEST = "oldest"
+    """Sessions of the oldest task first."""
+    NEWEST = "newest"
+    """Sessions of the newest task first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionQuery:
+    """Which sessions to list."""
+
+    state: SessionState | None = None
+    reason: FailureReason | None = None
+    task: str | None = None
+    after: str | None = None
+    """The last session of the previous page."""
+    order: SortOrder = SortOrder.OLDEST
+    limit: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerLag:
+    """How far a consumer is behind."""
+
+    consumer: str
+    unit: str
+    lag: int
+    """Results that were not delivered to it yet."""
+    leases: int
+    """Results that it has leased."""
+
+
+async def task_status(store: Store, task_id: str) -> TaskStatus:
+    """A task with every attempt at every sample."""
+    tasks, sessions = tables.tasks, tables.sessions
+    async with store.read() as tx:
+        row = (await tx.execute(select(tasks).where(tasks.c.task_id == task_id))).one_or_none()
+        if row is None:
+            raise ResourceNotFound(f"no task {task_id!r}")
+        query = select(sessions).where(sessions.c.task_id == task_id)
+        rows = list(await tx.execute(query.order_by(sessions.c.sample, sessions.c.attempt)))
+    attempts = [session_of(found) for found in rows]
+    latest = [one for one, found in zip(attempts, rows, strict=True) if found.latest]
+    return _status(row, latest, attempts)
+
+
+async def task_list(store: Store, state: TaskState | None, after: str | None, limit: int) -> list[TaskStatus]:
+    """Tasks in the order of submission, after the task `after`."""
+    table = tables.tasks
+    query = select(table).order_by(table.c.number).limit(limit)
+    if state is not None:
+        query = query.where(table.c.state == state.value)
+    async with store.read() as tx:
+        if after is not None:
+            number = await tx.scalar(select(table.c.number).where(table.c.task_id == after))
+            if number is None:
+                raise ResourceNotFound(f"no task {after!r} to continue after")
+            query = query.where(table.c.number > number)
+        return [_status(row, [], []) for row in await tx.execute(query)]
+
+
+def _status(row: Row[Any], sessions: list[Session], attempts: list[Session]) -> TaskStatus:
+    return TaskStatus(
+        task_id=row.task_id,
+        state=TaskState(row.state),
+        num_samples=row.num_samples,
+        finished=row.finished,
+        usable=row.usable,
+        created=row.created,
+        updated=row.updated,
+        sessions=sessions,
+        attempts=attempts,
+    )
+
+
+async def session(store: Store, session_id: str) -> Session:
+    table = tables.sessions
+    async with store.read() as tx:
+        row = (await tx.execute(select(table).where(table.c.session_id == session_id))).one_or_none()
+    if row is None:
+        raise ResourceNotFound(f"no session {session_id!r}")
+    return session_of(row)
+
+
+async def session_list(store: Store, wanted: SessionQuery) -> list[Session]:
+    """Sessions of all attempts, by task, sample and attempt, oldest or newest task first."""
+    table = tables.sessions
+    place = (table.c.number, table.c.sample, table.c.attempt)
+    newest = wanted.order is SortOrder.NEWEST
+    query = select(table).order_by(*(column.desc() if newest else column for column in place)).limit(wanted.limit)
+    if wanted.state is not None:
+        query = query.where(table.c.state == wanted.state.value)
+    if wanted.reason is not None:
+        query = query.where(table.c.failure == wanted.reason.value)
+    if wanted.task is not None:
+        query = query.where(table.c.task_id == wanted.task)
+    async with store.read() as tx:
+        if wanted.after is not None:
+            last = (await tx.execute(select(*place).where(table.c.session_id == wanted.after))).one_or_none()
+            if last is None:
+                raise ResourceNotFound(f"no session {wanted.after!r} to continue after")
+            behind = tuple_(*place) < tuple_(*last) if newest else tuple_(*place) > tuple_(*last)
+            query = query.where(behind)
+        return [session_of(row) for row in await tx.execute(query)]
+
+
+async def consumer_lags(store: Store) -> list[ConsumerLag]:
+    """How far the most recently seen consumers are behind."""
+    table, results, leases = tables.consumers, tables.results, tables.leases
+    found = []
+    async with store.read() as tx:
+        out = leases.c.delivery > WITHHELD
+        held = select(leases.c.consumer, leases.c.unit, out.label("out"), func.count().label("held")).group_by(
+            leases.c.consumer, leases.c.unit, out
+        )
+        holding = {(row.consumer, row.unit, bool(row.out)): row.held for row in await tx.execute(held)}
+        for row in list(await tx.execute(select(table).order_by(table.c.seen.desc()).limit(_CONSUMERS))):
+            behind = [results.c.unit == row.unit, results.c.seq > row.cursor]
+            if row.prefix:
+                behind.append(results.c.task_id.startswith(row.prefix, autoescape=True))
+            lag = await tx.scalar(select(func.count()).select_from(results).where(*behind))
+            withheld, given = (holding.get((row.name, row.unit, it_is), 0) for it_is in (False, True))
+            found.append(ConsumerLag(row.name, row.unit, int(lag or 0) + withheld, given))
+    return found
+
+
+@dataclass(slots=True)
+class StoredTrajectories:
+    """Where trajectories are stored, in the order of the request; sessions without one are left out."""
+
+    pieces: dict[str, SegmentSlice] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+    """Sessions whose row does not say where, with the reasons."""
+
+
+async def find_trajectories(store: Store, session_ids: Sequence[str]) -> StoredTrajectories:
+    table = tables.sessions
+    rows: dict[str, Row[Any]] = {}
+    async with store.read() as tx:
+        for some in chunks(list(session_ids)):
+            query = select(table.c.session_id, table.c.segment, table.c.place, table.c.sha256).where(
+                table.c.session_id.in_(some), table.c.segment.is_not(None)
+            )
+            rows |= {row.session_id: row for row in await tx.execute(query)}
+    found = StoredTrajectories()
+    for name in dict.fromkeys(session_ids):
+        if name in rows:
+            try:
+                found.pieces[name] = SegmentSlice.at(rows[name].segment, rows[name].place, rows[name].sha256)
+            except DamagedData as error:
+                found.broken[name] = str(error)
+    return found
+
+
+def session_of(row: Any) -> Session:
+    """The session of a row."""
+    return Session(
+        session_id=row.session_id,
+        task_id=row.task_id,
+        sample=row.sample,
+        attempt=row.attempt,
+        state=SessionState(row.state),
+        end_reason=row.end_reason,
+        failure=row.failure,
+        stage=row.stage,
+        error=row.error,
+        node=row.node,
+        created=row.created,
+        updated=row.updated,
+    )

@@ -1,0 +1,1 @@
+"""The session's graph of turns: fingerprints, matching, lineage and roles."""

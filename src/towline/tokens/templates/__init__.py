@@ -1,0 +1,1 @@
+"""Chat templates: messages to prompt ids, and the text that follows a turn."""

@@ -1,0 +1,1 @@
+"""From a finished graph to training rows and the trajectory."""
