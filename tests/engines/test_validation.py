@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import orjson
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
@@ -24,10 +25,10 @@ from support.gateway.gateway_rig import chat, running_gateway, user
 from towline.common.arrays import LOGPROB_SLACK
 from towline.conversation import Finish, Message, Request
 from towline.engines import sglang
-from towline.engines.base import Engine, Sample, SampleRequest
+from towline.engines.base import ContextExceeded, Engine, EngineUnreachable, Sample, SampleRequest
 from towline.engines.embedded import DecoderConfig, create_decoder, save_decoder
 from towline.engines.openai import ChatServerEngine
-from towline.engines.remote import ActiveTurn
+from towline.engines.remote import ActiveTurn, HttpStatusError, event_error
 from towline.engines.scripted import ScriptedEngine
 from towline.engines.sglang import SglangEngine
 from towline.engines.validation import InvalidResponse, check_sample, parsing

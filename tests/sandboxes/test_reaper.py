@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import towline
+from support.seeds import chosen_seed
 from towline.sandboxes.bubblewrap import reaper
 from towline.sandboxes.files import folders
 from towline.sandboxes.process.runtime import ProcessRuntime
@@ -186,9 +187,7 @@ SANDBOXES = """
 
 
 def test_nothing_is_left_of_nodes_killed_at_any_moment(tmp_path: Path) -> None:
-    seed = random.SystemRandom().randrange(2**32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
+    chance = random.Random(chosen_seed())
     mark = f"/nowhere-{uuid.uuid4().hex}"
     for number in range(int(os.environ.get("TOWLINE_KILLS", "4"))):
         node = run(SANDBOXES, tmp_path, mark=mark)

@@ -12,7 +12,11 @@ from support.server.postgres import Postgres, running_postgres
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--crashes", type=int, default=10, help="random kills of a server on each database (default 10)")
-    parser.addoption("--fuzz-seed", type=int, help="what damage is drawn from (default: a fresh one, printed)")
+    parser.addoption(
+        "--fuzz-seed",
+        type=int,
+        help="what damage is drawn from (default: a new one, or a fixed one with CI set; printed)",
+    )
     parser.addoption("--fuzz-rounds", type=int, help="damages to each kind of file (default 36)")
     parser.addoption(
         "--all-crashes", action="store_true", help="all crash points with a real node, and ten random kills"

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import os
 import random
 import shutil
 import struct
@@ -21,6 +23,7 @@ import pytest
 from sqlalchemy import select, text
 
 from support.gateway.gateway_rig import chat, message_of, results, running_gateway, user
+from support.seeds import chosen_seed
 from support.server.server_rig import rig, task
 from towline.common.files import QUARANTINE
 from towline.config import GatewaySettings, NodeSettings
@@ -50,10 +53,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> SentinelCodec:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    chosen = request.config.getoption("--fuzz-seed", default=None)
-    made = random.SystemRandom().randrange(2**32) if chosen is None else int(chosen)
-    print(f"--fuzz-seed={made}")
-    return made
+    return chosen_seed(request.config.getoption("--fuzz-seed", default=None))
 
 
 # Gateway and node
@@ -276,6 +276,32 @@ async def test_damaged_journals(
         assert len(again) == len(kept), damage
         shutil.rmtree(folder)
     assert outcomes["some"], outcomes
+
+
+WRONG = [None, -1, "\x00", "../../x", "y" * 5000, {"a": 1}]
+
+
+async def test_any_field_of_any_record_may_be_wrong(codec: SentinelCodec, left: Left, tmp_path: Path) -> None:
+    """One wrong field costs at most its session: the start succeeds, the others are whole, and nothing is complained of twice."""
+    cases = {(one.kind, name) for one in replay(segment(left.folder).parent) for name in one.fields}
+    assert len(cases) > 20
+    for number, ((kind, name), value) in enumerate(itertools.product(sorted(cases), WRONG)):
+
+        def set_field(chance: random.Random, made: list[Record], kind: str = kind, name: str = name) -> None:
+            next(one for one in made if one.kind == kind and name in one.fields).fields[name] = value  # noqa: B023
+
+        folder = copied(left, tmp_path / str(number))
+        with_records(set_field)(random.Random(0), segment(folder))
+        found = await recovered(codec, folder, left.ids)
+        whole = sum(left.reference[id] == ids for id, ids in found.items())
+        assert whole >= len(left.ids) - 1, (kind, name, value)
+        kept = sorted((folder / QUARANTINE).rglob("*")) if (folder / QUARANTINE).exists() else []
+        async with started(codec, folder) as gateway:
+            assert gateway.sessions == {}, (kind, name, value)
+        again = sorted((folder / QUARANTINE).rglob("*")) if (folder / QUARANTINE).exists() else []
+        assert again == kept, (kind, name, value)
+        shutil.rmtree(folder)
+    assert os.listdir(tmp_path) == []
 
 
 def lacks_only_the_end(found: dict[str, list[int]], left: Left) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -133,6 +134,8 @@ class Quarantine:
         if self.folder.exists() and not self.folder.is_dir():
             self.folder.rename(self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(4)}"))
         self.folder.mkdir(parents=True, exist_ok=True)
+        # A name may come from a damaged record: it stays inside the folder, and the file system accepts it.
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", name)[-200:]
         place = self.folder / name
         return place if not place.exists() else self.folder / f"{name}-{secrets.token_hex(4)}"
 

@@ -37,7 +37,7 @@ from towline.gateway import records
 from towline.gateway.journal import Journal, RecordError, SyncMode, encode
 from towline.gateway.model_routes import ModelRoute, ModelRoutes
 from towline.gateway.recovery import Recovery, quarantine_sessions, session_record
-from towline.gateway.session import GatewaySession
+from towline.gateway.session import SESSION_ID, GatewaySession
 from towline.schema import POLICY, BuilderName, EndReason, FailureReason, SessionState, Trajectory
 from towline.tokens.codec import ModelCodec
 from towline.tokens.graph.graph import GraphNode
@@ -46,7 +46,6 @@ from towline.tokens.templates.chat_template import TemplateError
 from towline.tokens.traces.trajectory import assemble_trajectory
 
 log = logging.getLogger("towline.gateway")
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _GROUP = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,512}")
 
 
@@ -173,7 +172,7 @@ class Gateway:
         if not isinstance(metadata, dict) or not isinstance(settings, dict):
             raise SessionError(422, "metadata and settings must be objects")
         id = fields.get("id") or secrets.token_hex(8)
-        if not _ID.fullmatch(id):
+        if not SESSION_ID.fullmatch(id):
             raise SessionError(
                 422, "id must be 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit"
             )
@@ -377,7 +376,7 @@ class Gateway:
     def _stored(self, id: str) -> Trajectory:
         if id in self._ended:
             return self._ended[id]
-        if not _ID.fullmatch(id) or not self.trajectory_file(id).is_file():
+        if not SESSION_ID.fullmatch(id) or not self.trajectory_file(id).is_file():
             raise SessionError(404, f"unknown session {id!r}")
         return Trajectory.read(self.trajectory_file(id))
 

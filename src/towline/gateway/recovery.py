@@ -17,7 +17,7 @@ from towline.gateway import records
 from towline.gateway.journal import Disk, Journal, Record, RecordError, encode
 from towline.gateway.journal.segments import SegmentWriter
 from towline.gateway.model_routes import ModelRoutes
-from towline.gateway.session import GatewaySession
+from towline.gateway.session import SESSION_ID, GatewaySession
 from towline.tokens.codec import RenderContext
 
 
@@ -46,7 +46,7 @@ class Recovery:
         self._broken: dict[str, str] = {}
         """Sessions that cannot be restored, with the reason."""
         self._strays = False
-        """Whether the journal contains records that belong to no session."""
+        """Whether the journal contains records that belong to no valid session."""
 
     @property
     def compacts(self) -> bool:
@@ -73,7 +73,7 @@ class Recovery:
         if id is None:
             self._strays = True
             payload = encode(record.kind, record.fields, record.arrays)
-            self._quarantine.place("record", f"record {record.kind!r} names no session").write_bytes(payload)
+            self._quarantine.place("record", f"record {record.kind!r} names no valid session").write_bytes(payload)
             return
         if record.kind == records.SESSION:
             # An id may be reused once its trajectory was moved away.
@@ -115,8 +115,9 @@ def _archive(journal: Journal, places: dict[str, Path]) -> None:
 
 
 def _session_of(record: Record) -> str | None:
+    """The session that a record belongs to; None if it names none that this gateway could have created."""
     id = record.fields.get("session") if isinstance(record.fields, dict) else None
-    return id if isinstance(id, str) else None
+    return id if isinstance(id, str) and SESSION_ID.fullmatch(id) else None
 
 
 def restore_record(table: SessionTable, record: Record, sealed: set[str]) -> None:

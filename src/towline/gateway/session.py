@@ -7,6 +7,7 @@ requests never see half a turn; then it is executed (`towline.gateway.turn`), wh
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,9 @@ from towline.tokens.graph import fingerprint
 from towline.tokens.graph.graph import GraphNode
 from towline.tokens.server_rendered import ServerRenderedCodec
 from towline.tokens.templates.chat_template import TemplateError
+
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""What a session's id looks like. Ids are parts of file names, so those in a journal are checked against it too."""
 
 _MID_SYSTEM = "mid_conv_system"
 """Claude Code's name for the capability of system messages in the middle of a conversation."""

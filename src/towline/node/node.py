@@ -89,7 +89,7 @@ async def _end(gateway: Gateway, session_id: str) -> Trajectory | None:
         reason = f"its trajectory cannot be built: {type(error).__name__}: {error}"
         try:
             await gateway.quarantine_session(session_id, reason)
-        except (TowlineError, OSError) as failure:
+        except Exception as failure:  # recovery is total: what cannot be moved stays, and the start succeeds
             log.error("session %s cannot be quarantined, and stays in the journal: %s", session_id, failure)
         return None
 
