@@ -6,41 +6,30 @@ wrong value is an error on one line that names its source (file, variable or opt
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
-    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
 
+from towline.config.section import Section
+from towline.config.sources import PREFIX, EnvironmentSource, describe, without_none
 from towline.errors import ConfigError
 from towline.schema import BuilderName, ContextPolicy, Resources, SandboxKind, TurnRole
 from towline.schema.vocabulary import POLICY, TRAINED_ROLES
 
 FILE = "towline.toml"
 STALL_SECONDS = 120.0
-PREFIX = "TOWLINE_"
 
 
-class _Section(BaseModel):
-    """A section of the settings: frozen, without unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Limits(_Section):
+class Limits(Section):
     """Limits of one session. `None`: no limit."""
 
     turns: int | None = Field(None, ge=1)
@@ -52,7 +41,7 @@ class Limits(_Section):
     """Wall clock since the session was created, not counting time in which its engine was paused or down."""
 
 
-class SamplingSettings(_Section):
+class SamplingSettings(Section):
     """How turns are sampled.
 
     `fixed` (for training): these temperature, top-p and top-k values replace what the harness asks for, and nothing else
@@ -67,7 +56,7 @@ class SamplingSettings(_Section):
     """Longest turn; a harness may request less."""
 
 
-class RoleRule(_Section):
+class RoleRule(Section):
     """Assigns a role to matching calls. Every pattern that is set must match."""
 
     role: TurnRole
@@ -100,7 +89,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
-class SessionSettings(_Section):
+class SessionSettings(Section):
     """Defaults of a session; every field can be set per session."""
 
     policy: ContextPolicy = ContextPolicy.RETAIN
@@ -143,7 +132,7 @@ class SessionSettings(_Section):
         return patterns
 
 
-class GatewaySettings(_Section):
+class GatewaySettings(Section):
     """The model endpoint of harnesses."""
 
     host: str = "127.0.0.1"
@@ -166,7 +155,7 @@ class GatewaySettings(_Section):
     """Most open sessions at once."""
 
 
-class ModelSettings(_Section):
+class ModelSettings(Section):
     """The model: its tokenizer and chat template."""
 
     folder: Path | None = None
@@ -183,7 +172,7 @@ class ModelSettings(_Section):
 EngineKind = Literal["embedded", "smollm2", "llamacpp", "vllm", "sglang", "openai", "scripted"]
 
 
-class EngineSettings(_Section):
+class EngineSettings(Section):
     """The engine that samples."""
 
     kind: EngineKind = "embedded"
@@ -213,14 +202,14 @@ class EngineSettings(_Section):
         return [urls] if isinstance(urls, str) else urls
 
 
-class NamedEngine(_Section):
+class NamedEngine(Section):
     """An additional engine with a frozen model: `session.models` says which model names it serves."""
 
     engine: EngineSettings = EngineSettings()
     model: ModelSettings = ModelSettings()
 
 
-class StageSeconds(_Section):
+class StageSeconds(Section):
     """Default budget of each stage of a session."""
 
     prepare: float = Field(3600.0, gt=0)
@@ -231,7 +220,7 @@ class StageSeconds(_Section):
     evaluate: float = Field(600.0, gt=0)
 
 
-class NodeSettings(_Section):
+class NodeSettings(Section):
     """How sessions run on one machine."""
 
     sandbox: SandboxKind = SandboxKind.BUBBLEWRAP
@@ -265,7 +254,7 @@ class NodeSettings(_Section):
     """Most bytes of root file systems in the cache."""
 
 
-class ServerSettings(_Section):
+class ServerSettings(Section):
     """The rollout service."""
 
     host: str = "127.0.0.1"
@@ -308,14 +297,14 @@ class ServerSettings(_Section):
 LogOutput = Literal["text", "json"]
 
 
-class LogSettings(_Section):
+class LogSettings(Section):
     """The log of `towline serve` and `towline gateway`."""
 
     format: LogOutput = "text"
     """`json`: one object per line, with a failed session's id, task, reason and stage as fields."""
 
 
-class Settings(_Section):
+class Settings(Section):
     """All settings of Towline."""
 
     gateway: GatewaySettings = GatewaySettings()
@@ -343,7 +332,7 @@ class Settings(_Section):
         """From `overrides` over the environment over `file` (default: `towline.toml` here, if it exists)."""
         if file is not None and not file.is_file():
             raise ConfigError(f"{file} does not exist")
-        path, given = file or Path(FILE), _without_none(overrides)
+        path, given = file or Path(FILE), without_none(overrides)
 
         class Layers(_SettingsLayers, toml_file=path):
             """The layers with this file as the lowest."""
@@ -351,7 +340,7 @@ class Settings(_Section):
         try:
             return cls.model_validate(dict(Layers(**given)))
         except ValidationError as error:
-            raise ConfigError("; ".join(_describe(one, path, given) for one in error.errors())) from error
+            raise ConfigError("; ".join(describe(one, path, given) for one in error.errors())) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -366,55 +355,4 @@ class _SettingsLayers(BaseSettings, Settings):
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         file = TomlConfigSettingsSource(settings_cls)
-        return init_settings, _Environment(settings_cls), file
-
-
-class _Environment(EnvSettingsSource):
-    """`TOWLINE_SECTION__FIELD[__FIELD]`. Lists and objects are JSON; a plain string stands for itself everywhere."""
-
-    def _load_env_vars(self) -> Mapping[str, str | None]:
-        # Sorted, so that a variable for a whole section comes before those for its fields, which take precedence.
-        names = sorted(name for name in os.environ if name.startswith(PREFIX) and "__" in name)
-        for name in names:
-            for longer in names:
-                if longer.startswith(f"{name}__") and not os.environ[name].lstrip().startswith("{"):
-                    raise ConfigError(f"{longer}: {name} already sets a value for this key; unset one of them")
-        return {name.lower(): os.environ[name] for name in names}
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        return _decode(value)
-
-    def __call__(self) -> dict[str, Any]:
-        return {section: _decode(values) for section, values in super().__call__().items()}
-
-
-def _decode(value: Any) -> Any:
-    """JSON lists and objects in strings, at any depth; other strings as they are."""
-    if isinstance(value, dict):
-        return {name: _decode(one) for name, one in value.items()}
-    try:
-        return json.loads(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
-    except ValueError:
-        return value
-
-
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    """The values that are not `None`, at any depth: an option that was not given overrides nothing."""
-    return {name: _without_none(v) if isinstance(v, dict) else v for name, v in values.items() if v is not None}
-
-
-def _describe(error: ErrorDetails, path: Path, overrides: Mapping[str, Any]) -> str:
-    """One problem on one line: the source that set the key, the key, and what is wrong with it."""
-    key = [str(part) for part in error["loc"]]
-    message = "unknown setting" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
-    if not key:
-        return f"settings: {message}"
-    variable = PREFIX + "__".join(key).upper()
-    given: Any = overrides
-    for part in key:
-        given = given.get(part) if isinstance(given, Mapping) else None
-    if given is not None:
-        source = "options"
-    else:
-        source = next((name for name in sorted(os.environ) if name.startswith(variable) and "__" in name), str(path))
-    return f"{source}: {'.'.join(key)}: {message}"
+        return init_settings, EnvironmentSource(settings_cls), file
