@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import insert, inspect, select, update
+from sqlalchemy import MetaData, Table, insert, inspect, select, update
 from sqlalchemy.engine import Connection
 
 from support.server.postgres import Postgres
@@ -25,6 +25,7 @@ from towline.server.delivery.leases import LeaseManager, LeaseRequest
 from towline.server.errors import StoreError
 from towline.server.store import tables
 from towline.server.store.database import Store, database_url
+from towline.server.store.migrations import revisions, upgrade
 from towline.server.store.tables import take_numbers
 
 
@@ -44,6 +45,35 @@ async def test_migrations_create_the_tables_of_the_code(database: str, tmp_path:
         await tx.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(StoreError, match="newer Towline"):
         await store.open()
+
+
+@pytest.mark.parametrize("revision", revisions()[1:])
+async def test_rows_of_an_earlier_schema_are_kept_and_get_an_owner(
+    database: str, tmp_path: Path, revision: str
+) -> None:
+    owned = [table for table in tables.metadata.sorted_tables if table.name not in ("counters", "meta")]
+    store = Store(database_url(database, tmp_path))
+    async with store.write() as tx:
+        await tx.run_sync(upgrade, revision)
+        for table in owned:
+            await tx.run_sync(_insert_row, table)
+    await store.open()
+    async with store.read() as tx:
+        for table in owned:
+            (row,) = (await tx.execute(select(table))).mappings()
+            assert row["owner"] == ""
+        task = (await tx.execute(select(tables.tasks))).one()
+        assert (task.task_id, task.grace, task.grace_until, task.stopped, task.cut) == ("x", 0, None, None, 0)
+        session = (await tx.execute(select(tables.sessions))).one()
+        assert (session.session_id, session.turns, session.trained_tokens, session.seconds) == ("x", None, None, None)
+    await store.close()
+
+
+def _insert_row(connection: Connection, table: Table) -> None:
+    """Insert a row with the columns that the table of this database has."""
+    here = Table(table.name, MetaData(), autoload_with=connection)
+    values: dict[type, object] = {str: "x", int: 1, float: 1.0, bool: True, bytes: b"x"}
+    connection.execute(insert(here), {column.name: values[column.type.python_type] for column in here.columns})
 
 
 async def test_one_server_at_a_time(database: str, tmp_path: Path) -> None:

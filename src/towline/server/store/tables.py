@@ -43,6 +43,11 @@ from towline.schema.files import dump_json
 metadata = MetaData()
 
 
+def _owner() -> Column[str]:
+    """The tenant that a row belongs to; empty: the operator of the service."""
+    return Column("owner", Text, nullable=False, server_default="")
+
+
 class Phase(IntEnum):
     """Where a session is for the scheduler."""
 
@@ -75,11 +80,23 @@ tasks = Table(
     Column("updated", Float, nullable=False),
     Column("version", BigInteger),
     Column("started", Float),
+    _owner(),
+    Column("grace", Float, nullable=False, server_default="0"),
+    Column("grace_until", Float),
+    Column("stopped", Float),
+    Column("cut", Integer, nullable=False, server_default="0"),
     Index("tasks_by_state", "state", "number"),
     Index("tasks_by_age", "updated"),
+    Index(
+        "tasks_in_grace",
+        "grace_until",
+        sqlite_where=text("grace_until IS NOT NULL"),
+        postgresql_where=text("grace_until IS NOT NULL"),
+    ),
 )
 """`grouped`: the group result is published, and further samples do not count for it. `version` and `started`: the policy
-version and the time when its first session was claimed."""
+version and the time when its first session was claimed. `grace`: the task's `grace_seconds`; `grace_until`: the deadline of
+its remaining samples, set only while they have one; `stopped`: when they were stopped early; `cut`: how many ended so."""
 
 sessions = Table(
     "sessions",
@@ -107,6 +124,10 @@ sessions = Table(
     Column("updated", Float, nullable=False),
     Column("deaths", Integer, nullable=False, server_default="0"),
     Column("company", Integer, nullable=False, server_default="0"),
+    _owner(),
+    Column("turns", Integer),
+    Column("trained_tokens", BigInteger),
+    Column("seconds", Float),
     Index("sessions_by_task", "task_id", "sample", "attempt"),
     Index("sessions_in_order", "number", "sample", "attempt"),
     Index(
@@ -131,7 +152,8 @@ sessions = Table(
 )
 """`number` is the task's; `urgency` its negated priority; `strikes` the earlier attempts that count against `max_attempts`;
 `epoch` the server run that the session belongs to, and which alone may end it; `stage` the last one before the end;
-`deaths` the node deaths at which the sample was running, and `company` how many sessions were running at the last one."""
+`deaths` the node deaths at which the sample was running, and `company` how many sessions were running at the last one;
+`turns`, `trained_tokens` and `seconds` (of its run) its length, known once it has ended at a node."""
 
 results = Table(
     "results",
@@ -145,6 +167,7 @@ results = Table(
     Column("lowest_version", BigInteger),
     Column("max_staleness", Integer),
     Column("created", Float, nullable=False),
+    _owner(),
     Index("results_by_unit", "unit", "seq"),
     Index("results_by_task", "task_id", "seq"),
 )
@@ -167,6 +190,7 @@ consumers = Table(
     Column("max_staleness", Integer),
     Column("used_version", BigInteger, nullable=False, server_default="0"),
     Column("used", BigInteger, nullable=False, server_default="0"),
+    _owner(),
 )
 """A result at or below the cursor is finished, unless there is a lease for it. `prefix`: of the ids of the tasks that the
 consumer follows. A consumer with `groups_per_update` paces admission to `max_staleness`; `used` counts the groups that it
@@ -180,6 +204,7 @@ leases = Table(
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("until", Float, nullable=False),
     Column("delivery", Integer, nullable=False),
+    _owner(),
     Index("leases_by_end", "consumer", "unit", "until"),
 )
 """`until`: when the lease expires. `delivery`: how often the result was delivered; `WITHHELD` while pacing withholds it."""
@@ -194,6 +219,7 @@ events = Table(
     Column("at", Float, nullable=False),
     Column("kind", String(16), nullable=False),
     Column("body", LargeBinary, nullable=False),
+    _owner(),
 )
 
 callbacks = Table(
@@ -204,6 +230,7 @@ callbacks = Table(
     Column("body", LargeBinary, nullable=False),
     Column("tries", Integer, nullable=False),
     Column("due", Float, nullable=False),
+    _owner(),
     Index("callbacks_by_due", "due"),
 )
 
@@ -215,9 +242,10 @@ keys = Table(
     Column("roles", String(64), nullable=False),
     Column("digest", String(64), nullable=False, unique=True),
     Column("created", Float, nullable=False),
+    _owner(),
 )
 
-trash = Table("trash", metadata, Column("segment", String(256), primary_key=True))
+trash = Table("trash", metadata, Column("segment", String(256), primary_key=True), _owner())
 """Segments whose rows are removed and whose files are to be."""
 
 counters = Table(
