@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -139,7 +138,9 @@ class PolicyController:
 
         async def write(tx: AsyncConnection) -> None:
             await put_meta(tx, "policy", text)
-            await add_events(tx, [("policy", {"version": stored.version, "paused": self.now.paused})], time.time())
+            await add_events(
+                tx, [("policy", {"version": stored.version, "paused": self.now.paused})], self.store.clock.now()
+            )
 
         await self.store.write_with_retry(write, what="policy")
         for signal in self.changed:

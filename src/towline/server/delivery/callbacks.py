@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -74,13 +73,13 @@ class Callbacks:
     async def _due(self) -> list[Row[Any]]:
         table = tables.callbacks
         async with self.store.read() as tx:
-            query = select(table).where(table.c.due <= time.time()).order_by(table.c.due).limit(32)
+            query = select(table).where(table.c.due <= self.store.clock.now()).order_by(table.c.due).limit(32)
             return list(await tx.execute(query))
 
     async def _until_next(self) -> float:
         async with self.store.read() as tx:
             found = await tx.scalar(select(func.min(tables.callbacks.c.due)))
-        return 60.0 if found is None else min(60.0, max(0.01, float(found) - time.time()))
+        return 60.0 if found is None else min(60.0, max(0.01, float(found) - self.store.clock.now()))
 
     async def _send(self, web: aiohttp.ClientSession, row: Row[Any]) -> None:
         crash_point("server.before_callback")
@@ -100,7 +99,7 @@ class Callbacks:
             if over:
                 await tx.execute(delete(table).where(table.c.seq == row.seq))
             else:
-                due = time.time() + min(_LONGEST, _FIRST * 2 ** (tries - 1))
+                due = self.store.clock.now() + min(_LONGEST, _FIRST * 2 ** (tries - 1))
                 await tx.execute(update(table).where(table.c.seq == row.seq).values(tries=tries, due=due))
         self.metrics.callbacks.labels("failed" if problem else "told").inc()
         if problem and over:

@@ -12,9 +12,8 @@ submitted. These numbers live in memory and start again with the server.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,10 +192,10 @@ class _WaitingConsumer:
 class Pacer:
     """Builds the gate of each claim, and keeps what pacing costs."""
 
-    def __init__(self, store: Store, lapse: float, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, store: Store, lapse: float):
         self.store = store
         self.lapse = lapse
-        self.clock = clock
+        self.clock = store.clock.monotonic
         self.bias = DurationBias()
         self.active = False
         """Whether some consumer has declared a pace."""
@@ -206,7 +205,7 @@ class Pacer:
         """Seconds that each consumer waited while finished groups were withheld for older ones."""
         self._waiting: dict[str, _WaitingConsumer] = {}
         self._exhausted_prefixes: set[frozenset[str]] = set()
-        self._idle = (0, clock())
+        self._idle = (0, self.clock())
 
     async def restore(self) -> None:
         table = tables.consumers
@@ -230,7 +229,7 @@ class Pacer:
 
     async def _consumers(self, tx: AsyncConnection, version: int) -> tuple[list[consumers.PacedConsumer], list[str]]:
         """The paced consumers, and the tasks that have started."""
-        rows = await consumers.paced_rows(tx, time.time(), self.lapse)
+        rows = await consumers.paced_rows(tx, self.store.clock.now(), self.lapse)
         started = await consumers.running_groups(tx) if rows else []
         found = [await consumers.paced_consumer(tx, row, started, version) for row in rows]
         return found, [task.task_id for task in started]

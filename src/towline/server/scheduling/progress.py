@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from functools import partial
 from typing import Any
 
@@ -70,7 +69,7 @@ class StageWriter:
             self.happened.notify()
 
     async def _write(self, tx: AsyncConnection, *, steps: list[Session]) -> None:
-        await queue.write_steps(tx, steps, self.store.epoch, time.time())
+        await queue.write_steps(tx, steps, self.store.epoch, self.store.clock.now())
 
 
 log = logging.getLogger("towline.server")
@@ -119,12 +118,14 @@ class BreakerMonitor:
         """Write changes of breakers as events."""
         while True:
             status = await self._changes.get()
-            await self.store.write_with_retry(partial(_write_breaker, status=status), what="a circuit breaker")
+            await self.store.write_with_retry(
+                partial(_write_breaker, status=status, at=self.store.clock.now()), what="a circuit breaker"
+            )
             self._events.notify()
 
 
-async def _write_breaker(tx: AsyncConnection, *, status: BreakerStatus) -> None:
-    await add_events(tx, [("breaker", status.model_dump(mode="json"))], time.time())
+async def _write_breaker(tx: AsyncConnection, *, status: BreakerStatus, at: float) -> None:
+    await add_events(tx, [("breaker", status.model_dump(mode="json"))], at)
 
 
 def _describe(status: BreakerStatus) -> str:

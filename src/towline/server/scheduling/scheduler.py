@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -195,22 +194,26 @@ class SessionScheduler:
     async def _claim_loop(self) -> None:
         while not self._closing:
             count = self.signals.work.count
-            room = self.runner.capacity - len(self.active)
-            claimed: list[queue.ClaimedSession] = []
-            self._held_back = False
-            if room > 0 and not self.held:
-                claimed = await self.store.write_with_retry(partial(self._claim, room=room), what="claim")
-            for one in claimed:
-                self._start_session(one)
-            left = min(room - len(claimed), self.waiting - len(claimed))
-            self.pacer.set_idle(max(0, left) if self._held_back else 0)
-            # Sessions that are no longer active have ended by themselves.
-            self._to_stop &= self.active.keys()
-            if claimed:
-                self.waiting = max(0, self.waiting - len(claimed))
-                self.signals.events.notify()
-            else:
+            if not await self.claim():
                 await self.signals.work.wait(count, 5.0)
+
+    async def claim(self) -> int:
+        """Start waiting sessions as far as there is room and nothing holds the queue; returns how many."""
+        room = self.runner.capacity - len(self.active)
+        claimed: list[queue.ClaimedSession] = []
+        self._held_back = False
+        if room > 0 and not self.held:
+            claimed = await self.store.write_with_retry(partial(self._claim, room=room), what="claim")
+        for one in claimed:
+            self._start_session(one)
+        left = min(room - len(claimed), self.waiting - len(claimed))
+        self.pacer.set_idle(max(0, left) if self._held_back else 0)
+        # Sessions that are no longer active have ended by themselves.
+        self._to_stop &= self.active.keys()
+        if claimed:
+            self.waiting = max(0, self.waiting - len(claimed))
+            self.signals.events.notify()
+        return len(claimed)
 
     @property
     def held(self) -> str:
@@ -238,7 +241,7 @@ class SessionScheduler:
             count,
             epoch=self.store.epoch,
             node=self.runner.name,
-            at=time.time(),
+            at=self.store.clock.now(),
             version=version,
             gate=gate,
             deaths=0 if suspects is None else self.quarantine_deaths,
@@ -377,7 +380,7 @@ class SessionScheduler:
 
     async def _write_ends(self, endings: list[SessionEnd]) -> None:
         async def write(tx: AsyncConnection) -> Effects:
-            transaction = EndSessions(self.store, tx, time.time(), quarantine_deaths=self.quarantine_deaths)
+            transaction = EndSessions(self.store, tx, self.store.clock.now(), quarantine_deaths=self.quarantine_deaths)
             effects = await transaction.conclude(endings)
             crash_point("server.before_commit")
             return effects

@@ -23,6 +23,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
+from towline.common.clock import SYSTEM_CLOCK, Clock
 from towline.common.files import lock_file
 from towline.errors import ConfigError
 from towline.server.errors import StoreError
@@ -99,8 +100,12 @@ def database_url(given: str | None, data: Path) -> URL:
 class Store:
     """One database, used by one server at a time."""
 
-    def __init__(self, url: URL):
+    def __init__(self, url: URL, *, clock: Clock = SYSTEM_CLOCK):
         self.url = url
+        self.clock = clock
+        """Gives the times in the rows."""
+        self.transactions = 0
+        """Transactions under way, those that wait for the writer included."""
         self.sqlite = url.get_backend_name() == "sqlite"
         self.epoch = 0
         """The run of this server: how many servers have used this store."""
@@ -222,27 +227,30 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncConnection]:
-        async with self._track_outage(), self._engine.connect() as connection:
+        async with self._track(), self._engine.connect() as connection:
             yield connection
 
     @contextlib.asynccontextmanager
     async def write(self) -> AsyncIterator[AsyncConnection]:
         """One transaction: committed and durable when the block ends, rolled back if it raises."""
         one_writer = self._writing if self.sqlite else contextlib.nullcontext()
-        async with self._track_outage(), one_writer, self._engine.connect() as connection:
+        async with self._track(), one_writer, self._engine.connect() as connection:
             await connection.execution_options(**{_WRITES: True})
             async with connection.begin():
                 yield connection
 
     @contextlib.asynccontextmanager
-    async def _track_outage(self) -> AsyncIterator[None]:
-        """Record whether the database is down."""
+    async def _track(self) -> AsyncIterator[None]:
+        """Count a transaction, and record whether the database is down."""
+        self.transactions += 1
         try:
             yield
         except (SQLAlchemyError, OSError) as error:
             if is_transient(error):
                 self.outage.failed(_first_line(error))
             raise
+        finally:
+            self.transactions -= 1
         self.outage.recovered()
 
     async def write_with_retry(self, work: Callable[[AsyncConnection], Awaitable[T]], *, what: str) -> T:

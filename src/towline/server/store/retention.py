@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -54,7 +53,7 @@ class Retention:
         """Remove what is no longer needed, forever."""
         while True:
             try:
-                while await self.sweep(time.time()) >= _TASKS:
+                while await self.sweep(self.store.clock.now()) >= _TASKS:
                     continue
                 await self.events.prune()
             except (SQLAlchemyError, OSError) as error:
