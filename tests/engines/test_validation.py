@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import math
@@ -18,6 +19,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import towline.engines
 from support.engines import sglang_stand_in, vllm_stand_in
 from support.engines.chat_upstream import Upstream
 from support.engines.chat_upstream import served as chat_served
@@ -32,6 +34,7 @@ from towline.engines.remote import ActiveTurn, HttpStatusError, event_error
 from towline.engines.scripted import ScriptedEngine
 from towline.engines.sglang import SglangEngine
 from towline.engines.validation import InvalidResponse, check_sample, parsing
+from towline.engines.version_stamp import stamp_versions, version_spans
 from towline.engines.vllm import VllmEngine
 from towline.engines.vllm import wire as vllm
 from towline.engines.vllm.wire import VllmRoute
@@ -353,3 +356,29 @@ def test_only_a_refused_request_in_a_stream_is_the_policys_doing(code: object, k
     error = event_error("http://server/v1", event, orjson.dumps(event))
     assert type(error) is kind
     assert not isinstance(error, HttpStatusError) or error.status == 500
+
+
+def test_tokens_have_the_engines_version_unless_the_server_reports_others() -> None:
+    assert stamp_versions(3, 7).tolist() == [7, 7, 7]
+    assert stamp_versions(3, 7, version_spans([(6, 0, 1), (7, 1, 9)], 3)).tolist() == [6, 7, 7]
+    assert stamp_versions(0, 7).tolist() == []
+    assert stamp_versions(3, 7).dtype == stamp_versions(1, 7, [8]).dtype == np.int32
+
+
+@pytest.mark.parametrize("spans", [[(1, 0, 2)], [(1, 1, 3)], [(1, 0, 2), (2, 1, 3)], []])
+def test_spans_that_do_not_cover_the_tokens_are_refused(spans: list[tuple[int, int, int]]) -> None:
+    with pytest.raises(ValueError, match="span"):
+        version_spans(spans, 3)
+
+
+def test_every_engine_stamps_with_it() -> None:
+    """`versions` of a `Sample` is a call of `stamp_versions`, parts joined, or an empty constant."""
+    folder = Path(towline.engines.__file__).parent
+    made = [
+        (file.name, ast.unparse(next((k.value for k in call.keywords if k.arg == "versions"), None) or call.args[2]))
+        for file in sorted(folder.rglob("*.py"))
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Sample"
+    ]
+    assert {"openai.py", "remote.py", "scripted.py", "turn.py"} <= {name for name, _ in made}
+    assert [one for one in made if not one[1].startswith(("stamp_versions(", "np.concatenate(", "_NONE"))] == []

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from towline.config import SessionSettings
+from towline.conversation import Message
 from towline.errors import ConfigError
 from towline.harnesses.base import DIALECTS, Harness, LaunchContext, Npm, PyPI
 from towline.harnesses.registry import all_harnesses, find_harness
+from towline.tokens.graph import fingerprint
 
 KEY = "tl-a-key-that-is-secret"
 INSTRUCTION = "--do 'this' unmistakable thing\nin two lines"
@@ -116,3 +118,20 @@ def test_options_reach_the_programs() -> None:
     pi = find_harness("pi")
     with pytest.raises(ConfigError, match="speaks chat, responses, messages, google, not 'morse'"):
         place(pi, options={"dialect": "morse"})
+
+
+def test_claude_codes_billing_header_is_noise() -> None:
+    """The fingerprint of its system prompt ignores the header line, and nothing else."""
+    settings = SessionSettings.model_validate(find_harness("claude_code").settings)
+    noise = [re.compile(pattern) for pattern in settings.noise]
+
+    def of(text: str) -> bytes:
+        return fingerprint.of(Message("system", text), noise)
+
+    header = "x-anthropic-billing-header: cc_version=2.1.325.{}; cc_entrypoint=cli; cch={};"
+    prompt = "You are Claude Code.\nDo what is asked."
+    first, second = (f"{header.format(*values)}\n{prompt}" for values in (("a1f", "00000"), ("b2e", "4c1d9")))
+    assert of(first) == of(second) == of(prompt)
+    assert of(f"{first} Now.") != of(first)
+    assert of(f"Read about x-anthropic-billing-header: {prompt}") != of(f"Read about {prompt}")
+    assert fingerprint.of(Message("system", first)) != fingerprint.of(Message("system", second))

@@ -32,6 +32,7 @@ from towline.audit.oracle import Oracle
 from towline.conversation import Finish
 from towline.engines.base import Engine, EngineInfo, Floats, Ids, PauseMode, Sample, SampleRequest
 from towline.engines.embedded import DecoderConfig, create_decoder, save_decoder
+from towline.engines.version_stamp import stamp_versions
 from towline.errors import EngineError
 
 _REASONING_OPENED = re.compile(r"<think>\s*$")
@@ -320,8 +321,7 @@ def _fits(forced: Ids, request: SampleRequest) -> bool:
 
 def _unscored(forced: Ids, prompt_tokens: int, version: int) -> Sample:
     logprobs = np.full(len(forced), -1.0, np.float32)
-    versions = np.full(len(forced), version, np.int32)
-    return Sample(forced, logprobs, versions, Finish.STOP, prompt_tokens)
+    return Sample(forced, logprobs, stamp_versions(len(forced), version), Finish.STOP, prompt_tokens)
 
 
 def _number(request: SampleRequest) -> int:

@@ -3,7 +3,8 @@
 Contract of every engine:
 - `sample` never re-encodes: the prompt is the ids it was given, and `prompt_tokens` echoes how many the model saw.
 - `logprobs[i]` is the natural-log probability of `ids[i]` under the distribution it was sampled from, in float32.
-- `versions[i]` is the policy version whose weights produced `ids[i]`. Key-value caches never cross versions.
+- `versions[i]` is the policy version whose weights produced `ids[i]` (stamped with `version_stamp.py`). Key-value caches
+  never cross versions.
 - A stop id that ended the turn is the last of `ids`, with its logprob. A stop string is matched in the decoded text
   (`stop_strings.py`); the token that completed it is kept.
 - While paused with `abort`, or when a weight update interrupts a turn, `sample` returns what it has with `Finish.ABORT`.

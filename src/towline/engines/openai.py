@@ -29,6 +29,7 @@ from towline.conversation import Finish, Message, Reply, Request, ToolCall
 from towline.engines.base import CaptureLevel, ContextExceeded, EngineInfo, EngineUnreachable, Sample, SampleRequest
 from towline.engines.remote import ActiveTurn, HttpEngine, event_error, remaining_tokens
 from towline.engines.validation import check_sample, logprob, parsing, token_count, token_ids
+from towline.engines.version_stamp import stamp_versions
 from towline.errors import EngineError
 from towline.tokens.tokenizer import Tokenizer
 
@@ -222,7 +223,7 @@ class ChatServerEngine(HttpEngine):
         return Sample(
             ids,
             logprobs,
-            np.full(len(ids), self._version, np.int32),
+            stamp_versions(len(ids), self._version),
             finish,
             prompt_tokens=len(prompt),
             cached_tokens=_cached(answer),

@@ -6,7 +6,7 @@ returns it with `Finish.ABORT`, a lost server raises `EngineUnreachable` with it
 connection, which is how the server learns that the turn is over.
 
 Invariant: weights change only while nothing is in flight, so all tokens of a turn have one policy version (stamped in
-`ActiveTurn.sample`), unless the server itself reports otherwise.
+`ActiveTurn.sample`, `version_stamp.py`), unless the server itself reports otherwise.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from towline.engines.base import (
 )
 from towline.engines.stalls import PauseGate, PauseState
 from towline.engines.validation import InvalidResponse, check_sample, excerpt
+from towline.engines.version_stamp import stamp_versions
 from towline.errors import EngineError
 
 _MAX_LINE = 2**24
@@ -145,11 +146,10 @@ class ActiveTurn:
     def sample(self) -> Sample:
         """What has arrived, each token stamped with its policy version; a turn that has not ended was aborted."""
         request = self.request
-        versions = self.versions or [self.version] * len(self.ids)
         return Sample(
             ids=np.array(self.ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
-            versions=np.array(versions, np.int32),
+            versions=stamp_versions(len(self.ids), self.version, self.versions),
             finish=self.finish or Finish.ABORT,
             prompt_tokens=len(request.prompt) if self.prompt_tokens is None else self.prompt_tokens,
             cached_tokens=self.cached_tokens,

@@ -21,6 +21,7 @@ from towline.common.arrays import Ids
 from towline.conversation import Finish, Request, Tool, ToolCall
 from towline.engines.base import CaptureLevel, ContextExceeded, EngineInfo, PauseMode, Sample, SampleRequest
 from towline.engines.stalls import PauseGate, PauseState
+from towline.engines.version_stamp import stamp_versions
 from towline.errors import EngineError
 from towline.tokens.codec import ModelCodec, RenderContext
 from towline.tokens.parsing.base import UnwritableReply
@@ -169,7 +170,7 @@ class ScriptedEngine:
         return Sample(
             ids=ids,
             logprobs=logprobs.astype(np.float32),
-            versions=np.full(len(ids), self._version, np.int32),
+            versions=stamp_versions(len(ids), self._version),
             finish=finish,
             prompt_tokens=len(request.prompt),
             stop_string=stop_string,

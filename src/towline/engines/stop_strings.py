@@ -1,7 +1,9 @@
-"""Stop sequences: where a stop string is matched, in the decoded text as it grows, one token at a time.
+"""Matching of stop sequences: finds a stop string in the decoded text as it grows, one token at a time.
 
-The embedded and the llama.cpp engine apply stop strings with this; vLLM, SGLang and chat servers apply them themselves and
-are sent the strings (`vllm/wire.py`, `sglang.py`, `openai.py`). Stop *ids* end a turn in each engine's own loop.
+This module only matches. The caller ends the turn (`EngineTurn.emit` in `embedded/turn.py`, `_append` in
+`llamacpp/engine.py`; `scripted.py` matches on its own), and `read_reply` in `gateway/sampling.py` cuts the text from the
+reply; the row keeps every sampled token. vLLM, SGLang and chat servers are sent the strings and match them themselves
+(`vllm/wire.py`, `sglang.py`, `openai.py`). Stop *ids* end a turn in each engine's own loop.
 
 Text is decoded in a window that starts one token before what is new, because decoders treat the first token of a
 sequence differently (a leading space, the bytes of one character spread over tokens). Text that ends in the middle of a

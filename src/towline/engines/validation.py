@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,18 +89,6 @@ def token_count(value: Any, name: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
         raise ValueError(f"{name} is {_show(value)}, not a number of tokens")
     return value
-
-
-def version_spans(spans: Iterable[tuple[int, int, int]], length: int) -> list[int]:
-    """One policy version per token, from spans of `(version, start, end)` that cover at least `length` tokens in order."""
-    versions: list[int] = []
-    for version, start, end in spans:
-        if token_count(start, "the start of a version span") != len(versions) or token_count(end, "its end") < start:
-            raise ValueError(f"a version span from {start} to {end} does not follow {len(versions)} tokens")
-        versions += [token_count(version, "a weight version")] * (min(end, length) - start)
-        if end >= length:
-            return versions
-    raise ValueError(f"the version spans cover {len(versions)} of {length} tokens")
 
 
 def check_sample(sample: Sample, request: SampleRequest, vocabulary: int = 0) -> Sample:

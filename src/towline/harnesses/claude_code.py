@@ -1,7 +1,8 @@
 """Claude Code: Anthropic's coding agent, over the messages dialect.
 
-Sub-agents run beside the main conversation; `/compact` is an instruction. Options: `compact_at` is the context size at
-which it compacts (default: the model's context); `env` and `args` are added to its environment and command.
+Sub-agents run beside the main conversation; `/compact` is an instruction. The changing attribution header is switched off,
+and ignored as `noise` where it appears. Options: `compact_at` is the context size at which it compacts (default: the
+model's context); `env` and `args` are added to its environment and command.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from towline.harnesses.base import Harness, Launch, LaunchContext, Npm
 
 VERSION = "2.1.325"
 _PROGRAM = "node_modules/@anthropic-ai/claude-code/bin/claude.exe"
+
+_NOISE = [
+    # The attribution header: the first line of the system prompt, different on every call. `launch` switches it off; a
+    # version or an `env` option that brings it back must not fork every call.
+    r"(?m)^x-anthropic-billing-header:[^\n]*\n?",
+]
 
 
 def launch(ctx: LaunchContext) -> Launch:
@@ -35,7 +42,7 @@ def launch(ctx: LaunchContext) -> Launch:
         "DISABLE_AUTOUPDATER": "1",
         "DISABLE_TELEMETRY": "1",
         "DISABLE_ERROR_REPORTING": "1",
-        # Noise: a header line in the system prompt that changes on every call.
+        # No `x-anthropic-billing-header` line in the system prompt (see `_NOISE`).
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         **ctx.options["env"],
     }
@@ -55,4 +62,5 @@ HARNESS = Harness(
     dialects=("messages",),
     options={"compact_at": 0, "env": {}, "args": []},
     resumes=True,
+    settings={"noise": _NOISE},
 )

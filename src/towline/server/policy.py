@@ -1,6 +1,7 @@
 """The policy: its version, its weights, and whether sampling is paused.
 
-The version is stamped on tokens by the engine as it samples; `PolicyController` tells the engine which version that is.
+The engine stamps each token with the version as it samples (`engines/version_stamp.py`); `PolicyController` tells the
+engine which version that is.
 The policy is stored: after a restart the server is paused if it was paused, stamps tokens with the same version, and loads
 the weights it was given last. If they cannot be loaded, sampling is paused until it is given weights, or resumed. The
 version only grows.

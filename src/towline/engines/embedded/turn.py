@@ -16,6 +16,7 @@ from towline.conversation import Finish
 from towline.engines.base import TRUNCATED, Ids, Sample
 from towline.engines.embedded.cache import PrefixLease
 from towline.engines.stop_strings import StopStrings
+from towline.engines.version_stamp import stamp_versions
 from towline.errors import EngineError
 
 
@@ -95,7 +96,7 @@ class EngineTurn:
         return Sample(
             ids=self.tokens[self.prompt : self.prompt + self.emitted].copy(),
             logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.full(self.emitted, self.version or 0, dtype=np.int32),
+            versions=stamp_versions(self.emitted, self.version or 0),
             finish=self.finish or Finish.ABORT,
             prompt_tokens=self.prompt,
             cached_tokens=self.cached or 0,

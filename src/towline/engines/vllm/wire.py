@@ -23,7 +23,8 @@ from towline.common.images import ImagePlaceholder
 from towline.conversation import Finish, Media
 from towline.engines.base import EngineLoad, Ids, SampleRequest
 from towline.engines.remote import ActiveTurn
-from towline.engines.validation import logprob, token_count, token_id, token_ids, version_spans
+from towline.engines.validation import logprob, token_count, token_id, token_ids
+from towline.engines.version_stamp import version_spans
 from towline.errors import EngineError
 
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT, "repetition": Finish.LENGTH}
