@@ -4,6 +4,8 @@ kept, a failure is never a reward, and nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from support.node.node_rig import NodeRig, a_task, processes_named, running_node
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say
 from towline.node.node import new_session
-from towline.runs.run import run_group
+from towline.runs.run import run_group, run_tasks
 from towline.schema import EndReason, RewardStatus, SessionState, Trajectory
 from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
@@ -244,6 +246,41 @@ async def test_a_group_stops_when_enough_are_usable(codec: ModelCodec, tmp_path:
         assert states.count(SessionState.DONE) >= 2
         assert states.count(SessionState.CANCELLED) >= 1
         assert sum(each.usable for each in done) >= 2
+        assert all(each.cut for each in done if each.session.state is SessionState.CANCELLED)
+
+
+@pytest.mark.parametrize(("grace", "delay"), [(0.3, 3600), (3600.0, 1)])
+async def test_a_group_has_a_grace_period(codec: ModelCodec, tmp_path: Path, grace: float, delay: int) -> None:
+    """Slow sessions that end in the grace period are finished; when it is over, they are cut, unscored, and reported."""
+    sessions = itertools.count()
+
+    def slow_after_two(request: Request) -> Say:
+        if request.messages[-1].role == "tool":
+            return writes_hello(request)
+        wait = f"sleep {delay}; " if next(sessions) >= 2 else ""
+        return Say("", "I write it.", [ToolCall("", "bash", {"command": f"{wait}printf hello > hello.txt"})])
+
+    task = a_task("work", num_samples=4, min_samples=2, grace_seconds=grace, evaluator=CHECK)
+    async with running_node(codec, tmp_path, slow_after_two, run_workers=4, init_workers=4) as rig:
+        results = await run_tasks(rig.node, [task], tmp_path)
+    report, summary = results.early_stop(), json.loads((tmp_path / "summary.json").read_text())
+    if delay == 1:
+        assert report is None
+        assert (summary["usable"], summary["early_stop"]) == (4, None)
+        return
+    cut = [each for each in results.finished if each.cut]
+    assert len(cut) == 2
+    for each in cut:
+        assert each.trajectory.state is SessionState.CANCELLED
+        assert each.trajectory.end_reason is EndReason.EARLY_STOP
+        assert each.trajectory.reward is not None
+        assert each.trajectory.reward.score is None
+        assert len(each.trajectory.turns) == 1
+    assert report is not None
+    assert (report.cut, report.finished.sessions, report.so_far.turns) == (2, 2, 1)
+    assert summary["early_stop"] == report.model_dump(mode="json")
+    assert summary["failures"] == {}
+    assert summary["tasks"][task.task_id]["cut"] == 2
 
 
 async def test_stages_overlap(codec: ModelCodec, tmp_path: Path) -> None:

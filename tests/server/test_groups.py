@@ -40,6 +40,7 @@ def tasks(draw: st.DrawFn) -> list[dict[str, Any]]:
             "seconds": each(st.sampled_from([0.0, 0.01])),
         }
         fields = {"min_samples": draw(st.integers(0, samples)), "max_attempts": draw(st.integers(1, 3))}
+        fields["grace_seconds"] = draw(st.sampled_from([0.0, 0.02]))
         made.append(task(f"t{number}", samples, harness_options=options, **fields))
     return made
 

@@ -81,6 +81,9 @@ class FakeRunner:
         self._on_breaker: Callable[[BreakerStatus], None] = lambda status: None
         self._engine_failed: Callable[[str, FailureReason], None] = lambda engine, reason: None
         self._active: dict[str, asyncio.Event] = {}
+        self._began: dict[str, float] = {}
+        self._reasons: dict[str, EndReason] = {}
+        """End reasons of cancelled sessions."""
 
     # Circuit breakers
 
@@ -143,14 +146,16 @@ class FakeRunner:
                 session = session.advance(state, at=time.time())
                 if self.changed is not None:
                     self.changed(session)
+            self._began[session.session_id] = time.monotonic()
             hang = options.get("hang", 0)
             hangs = hang is True or session.attempt <= hang
             await self._work(task, 3600.0 if hangs else float(options.get("seconds", 0.0)), cancelled)
             if cancelled.is_set():
-                return self._ended(version, session, SessionState.CANCELLED, EndReason.CANCELLED)
+                reason = self._reasons.pop(session.session_id, EndReason.CANCELLED)
+                return self._ended(version, session, SessionState.CANCELLED, reason)
             if session.attempt <= int(options.get("lose", 0)):
                 raise NodeLost("the fake node is gone")
-            reason = FailureReason(options.get("reason", "internal"))
+            failure = FailureReason(options.get("reason", "internal"))
             if options.get("outage"):
                 self.trip(ENGINE, "down")
                 asyncio.get_running_loop().call_soon(self.trip, ENGINE)
@@ -159,7 +164,7 @@ class FakeRunner:
                 ended.blameless = True
                 return ended
             if session.attempt <= int(options.get("fail", 0)):
-                ended = self._ended(version, session, SessionState.FAILED, None, failure=reason)
+                ended = self._ended(version, session, SessionState.FAILED, None, failure=failure)
                 ended.hopeless = bool(options.get("hopeless"))
                 return ended
             session = session.advance(SessionState.BUILDING, at=time.time())
@@ -192,14 +197,18 @@ class FakeRunner:
         session = session.advance(state, at=time.time(), end_reason=end, error=error, failure=failure)
         full = state is SessionState.DONE and not empty
         trajectory = fake_trajectory(session, version=version, full=full, error=error)
+        if session.session_id in self._began:
+            ran = time.monotonic() - self._began.pop(session.session_id)
+            trajectory = trajectory.model_copy(update={"timings": {"run": ran}})
         if failure in (FailureReason.ENGINE, FailureReason.STALL):
             self._engine_failed(POLICY, failure)
         if failure is FailureReason.ENGINE:
             trajectory = trajectory.model_copy(update={"metadata": {"notes": ["the engine answered: 500"]}})
         return FakeOutcome(session, trajectory)
 
-    def cancel(self, session_id: str) -> None:
+    def cancel(self, session_id: str, reason: EndReason = EndReason.CANCELLED) -> None:
         if session_id in self._active:
+            self._reasons.setdefault(session_id, reason)
             self._active[session_id].set()
 
     def forget(self, task_id: str) -> None:

@@ -17,7 +17,7 @@ from towline.cli.tasks import load_tasks, prepare_tasks
 from towline.errors import ConfigError
 from towline.runs import run as runs
 from towline.runs.run import RunResults, run_summary, session_line
-from towline.schema import SessionState, Task
+from towline.schema import EarlyStop, SessionState, Task
 
 
 def run(
@@ -25,7 +25,11 @@ def run(
     harness: options.Harness = "",
     samples: options.OptionalSamples = None,
     min_samples: Annotated[
-        int | None, typer.Option(help="Usable sessions per task; the rest is cancelled. Default: all.", min=1)
+        int | None, typer.Option(help="Usable sessions per task; the rest is stopped. Default: all.", min=1)
+    ] = None,
+    grace: Annotated[
+        float | None,
+        typer.Option(help="Seconds that the rest may continue after --min-samples. Default: the task's.", min=0),
     ] = None,
     option: options.HarnessOptions = None,
     oracle: Annotated[
@@ -59,8 +63,10 @@ def run(
     loaded = load_tasks(tasks, harness, samples, option or [], console)
     if oracle:
         loaded = [oracle_of(task) for task in loaded]
-    if min_samples is not None:
-        loaded = [Task.model_validate(task.__dict__ | {"min_samples": min_samples}) for task in loaded]
+    changes = {"min_samples": min_samples, "grace_seconds": grace}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if changes:
+        loaded = [Task.model_validate(task.__dict__ | changes) for task in loaded]
     if (out / "results.jsonl").exists():
         raise ConfigError(f"{out} already holds a run; choose another --out")
     prepare_tasks(loaded, settings, console)
@@ -80,7 +86,7 @@ def run(
         print(json.dumps({"out": str(out), **run_summary(results), "results": lines}))
     else:
         _show(results, out, console)
-    good = all(one.session.state is SessionState.DONE for one in results.finished)
+    good = all(one.session.state is SessionState.DONE or one.cut for one in results.finished)
     if oracle:
         good = all(one.trajectory.reward is not None and one.trajectory.reward.score == 1 for one in results.finished)
     raise typer.Exit(0 if good and results.finished else 1)
@@ -116,7 +122,36 @@ def _show(results: RunResults, out: Path, console: Console) -> None:
             )
         for note in line["notes"]:
             console.print(f"[yellow]{line['session_id']}:[/] {terminal.escape_markup(str(note))}", highlight=False)
+    for text in early_stop_lines(results.early_stop()):
+        console.print(text, highlight=False)
     console.print(f"Written to {out}. To show one: towline trace {out}/trajectories/<session>.arrow", highlight=False)
+
+
+def early_stop_lines(report: EarlyStop | None) -> list[str]:
+    """What stopping groups early cut, saved and favours, in a few lines; none if nothing was cut."""
+    if report is None:
+        return []
+    saved = "unknown" if report.saved_seconds is None else f"about {report.saved_seconds:.1f} s of run time"
+    if report.saved_seconds is not None and report.unestimated:
+        saved += f", and more for {report.unestimated} that outlasted every finished session of their task"
+    lines = [
+        f"Early stop: {report.cut} sessions cut ({report.not_started} before their run) after {report.cut_seconds:.1f} s "
+        f"of run time; saved: {saved}."
+    ]
+    finished, so_far = report.finished, report.so_far
+    if finished.sessions and so_far.sessions:
+        pairs = (
+            f"{name} {left:.1f} and {right:.1f}"
+            for name, left, right in (
+                ("turns", finished.turns or 0, so_far.turns or 0),
+                ("trained tokens", finished.trained_tokens or 0, so_far.trained_tokens or 0),
+                ("run s", finished.seconds or 0, so_far.seconds or 0),
+            )
+        )
+        lines.append(f"  Mean length of finished sessions and of cut ones, as far as they got: {', '.join(pairs)}.")
+    if report.favours_short:
+        lines.append("  [yellow]Cut sessions were longer already: early stop favours short ones. Raise --grace.[/]")
+    return lines
 
 
 def _mean(lines: list[dict[str, Any]], stage: str) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from towline.cluster.runner import InvalidTask, LogNotFound, SessionLog, SessionOutcome
 from towline.engines.base import PauseMode
 from towline.node.node import RolloutNode
-from towline.schema import BreakerStatus, FailureReason, Session, Task, Trajectory
+from towline.schema import BreakerStatus, EndReason, FailureReason, Session, Task, Trajectory
 
 
 class NodeRunner:
@@ -67,8 +67,8 @@ class NodeRunner:
     def submit(self, task: Task, session: Session) -> Awaitable[SessionOutcome]:
         return self.node.submit(task, session)
 
-    def cancel(self, session_id: str) -> None:
-        self.node.cancel(session_id)
+    def cancel(self, session_id: str, reason: EndReason = EndReason.CANCELLED) -> None:
+        self.node.cancel(session_id, reason)
 
     def forget(self, task_id: str) -> None:
         self.node.forget_task(task_id)

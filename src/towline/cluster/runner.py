@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from towline.engines.base import PauseMode
 from towline.errors import TowlineError
-from towline.schema import BreakerStatus, FailureReason, Session, Task, Trajectory
+from towline.schema import BreakerStatus, EndReason, FailureReason, Session, Task, Trajectory
 
 
 class NodeLost(TowlineError):
@@ -124,8 +124,8 @@ class Runner(Protocol):
         """Run a session to its end. Raises `NodeLost` if its node dies; cancelling the call ends the session."""
         ...
 
-    def cancel(self, session_id: str) -> None:
-        """Cancel a session; its outcome is returned as usual, with its finished turns."""
+    def cancel(self, session_id: str, reason: EndReason = EndReason.CANCELLED) -> None:
+        """Cancel a session; its outcome is returned as usual, with its finished turns and this end reason."""
         ...
 
     def forget(self, task_id: str) -> None:

@@ -66,6 +66,14 @@ class ActiveSession:
     notes: list[str] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    cancel_reason: EndReason = EndReason.CANCELLED
+    """Its end reason, once `cancelled` is set."""
+
+    def cancel(self, reason: EndReason = EndReason.CANCELLED) -> None:
+        """End the session as CANCELLED; the first reason counts."""
+        if not self.cancelled.is_set():
+            self.cancel_reason = reason
+            self.cancelled.set()
 
     def require_sandbox(self) -> Sandbox:
         if self.sandbox is None:

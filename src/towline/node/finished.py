@@ -8,7 +8,16 @@ from pathlib import Path
 from towline.gateway.calls import failure_reason
 from towline.node.active_session import ActiveSession
 from towline.node.evaluation import EvaluationFailed
-from towline.schema import FailureReason, Reward, RewardStatus, Session, SessionState, Trajectory, unusable_reason
+from towline.schema import (
+    EndReason,
+    FailureReason,
+    Reward,
+    RewardStatus,
+    Session,
+    SessionState,
+    Trajectory,
+    unusable_reason,
+)
 
 
 @dataclass(slots=True)
@@ -24,6 +33,11 @@ class FinishedSession:
     """It failed in an outage of an engine or a sandbox runtime: a retry uses no attempt."""
     held: bool = False
     """It waited in vain for an engine or a sandbox runtime that is unavailable: this node does not retry it by itself."""
+
+    @property
+    def cut(self) -> bool:
+        """Whether it was stopped early, its group being complete without it."""
+        return self.session.end_reason is EndReason.EARLY_STOP
 
     @property
     def usable(self) -> bool:

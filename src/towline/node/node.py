@@ -156,7 +156,7 @@ class RolloutNode:
     async def close(self) -> None:
         """Cancel active sessions, keep their turns, and leave nothing behind."""
         for active in list(self.active.values()):
-            active.cancelled.set()
+            active.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._components.close()
         await self._runtimes.close()
@@ -292,14 +292,15 @@ class RolloutNode:
         self.changed(session)
         return work
 
-    def cancel(self, session_id: str) -> None:
+    def cancel(self, session_id: str, reason: EndReason = EndReason.CANCELLED) -> None:
+        """Cancel a session; `reason` is its end reason."""
         if session_id in self.active:
-            self.active[session_id].cancelled.set()
+            self.active[session_id].cancel(reason)
 
-    def cancel_task(self, task_id: str) -> None:
+    def cancel_task(self, task_id: str, reason: EndReason = EndReason.CANCELLED) -> None:
         for active in self.active.values():
             if active.task.task_id == task_id:
-                active.cancelled.set()
+                active.cancel(reason)
 
     async def recover(self, lost: Collection[str]) -> AsyncIterator[Trajectory]:
         """End what an earlier process left on this node; the trajectories of the `lost` sessions."""

@@ -119,7 +119,7 @@ class SessionPipeline:
             try:
                 await asyncio.shield(stages)
             except asyncio.CancelledError:
-                active.cancelled.set()
+                active.cancel()
             except BaseException:
                 break
         return stages.result()
@@ -133,7 +133,7 @@ class SessionPipeline:
             state = SessionState.DONE
         except SessionCancelled:
             state = SessionState.CANCELLED
-            active.end_reason = EndReason.CANCELLED
+            active.end_reason = active.cancel_reason
         except (TowlineError, OSError) as failure:
             # Infrastructure (a full disk, say), not a bug: no traceback.
             state, error = SessionState.FAILED, failure

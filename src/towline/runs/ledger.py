@@ -22,6 +22,8 @@ from towline.common.files import QUARANTINE, Quarantine, lock_file, write_atomic
 from towline.errors import TowlineError
 from towline.schema import FailureTally, SessionState, SessionSummary, Task, Trajectory
 
+_SCHEDULING = {"num_samples", "min_samples", "grace_seconds", "priority", "max_attempts"}
+"""Fields of a task that change how many samples are run and when, not what a sample is."""
 LINES, RECIPE, TRAJECTORIES = "progress.jsonl", "recipe.json", "trajectories"
 
 
@@ -47,8 +49,6 @@ class SampleRecord(SessionSummary):
     calls_as_text: int = 0
     truncated: bool = False
     plain_difference: float | None = None
-    seconds: float = 0.0
-    """Run time of the harness."""
     total_seconds: float = 0.0
     at: float = 0.0
     """Unix time."""
@@ -75,7 +75,6 @@ class SampleRecord(SessionSummary):
             calls_as_text=report.calls_as_text,
             truncated=any(trace.truncated for trace in trajectory.traces),
             plain_difference=report.plain_difference,
-            seconds=trajectory.timings.get("run", 0.0),
             total_seconds=trajectory.timings.get("total", 0.0),
             at=time.time(),
             metadata=task.metadata,
@@ -88,7 +87,7 @@ class SampleRecord(SessionSummary):
 
 def task_digest(task: Task) -> str:
     """Digest of what the sessions of a task do; their number, priority and retries are not part of it."""
-    content = task.model_dump(mode="json", exclude={"num_samples", "min_samples", "priority", "max_attempts"})
+    content = task.model_dump(mode="json", exclude=_SCHEDULING)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -32,8 +32,18 @@ from towline.harnesses.install import Installs
 from towline.node.finished import FinishedSession
 from towline.node.node import RolloutNode, new_session
 from towline.runs import retries
+from towline.runs.early_stop import stop_deadline
 from towline.runs.ledger import Ledger, SampleRecord
-from towline.schema import Session, SessionState, SessionSummary, Task, traces_table
+from towline.schema import (
+    EarlyStop,
+    EndReason,
+    Session,
+    SessionLength,
+    SessionState,
+    SessionSummary,
+    Task,
+    traces_table,
+)
 
 
 @dataclass
@@ -47,6 +57,10 @@ class RunResults:
         for one in self.finished:
             groups.setdefault(one.session.task_id, []).append(one)
         return groups
+
+    def early_stop(self) -> EarlyStop | None:
+        """What stopping groups early cut, saved and favoured; `None` if no session was cut."""
+        return EarlyStop.of([SessionLength.of(one.trajectory) for one in group] for group in self.by_task().values())
 
     def write(self, out: Path) -> None:
         """Write the training rows and the summary."""
@@ -80,6 +94,7 @@ def run_summary(results: RunResults) -> dict[str, Any]:
     lines = [session_line(one) for one in results.finished]
     scores = [line["reward"] for line in lines if line["reward"] is not None]
     failures = Counter(line["failure"] for line in lines if line["failure"] is not None)
+    early = results.early_stop()
     return {
         "sessions": len(lines),
         "states": dict(Counter(line["state"] for line in lines)),
@@ -91,10 +106,12 @@ def run_summary(results: RunResults) -> dict[str, Any]:
         "trained_tokens": sum(line["trained_tokens"] for line in lines),
         "malformed_calls": sum(line["malformed_calls"] for line in lines),
         "calls_as_text": sum(line["calls_as_text"] for line in lines),
+        "early_stop": None if early is None else early.model_dump(mode="json"),
         "tasks": {
             name: {
                 "sessions": len(group),
                 "rewards": [one.trajectory.reward.score if one.trajectory.reward else None for one in group],
+                "cut": sum(one.cut for one in group),
             }
             for name, group in results.by_task().items()
         },
@@ -141,7 +158,7 @@ async def local_node(
 async def run_sample(
     node: RolloutNode, task: Task, sample: int, *, wanted: Callable[[], bool] = lambda: True
 ) -> FinishedSession:
-    """Run one sample, retried while its infrastructure fails; a sample that is not `wanted` ends as cancelled."""
+    """Run one sample, retried while its infrastructure fails; a sample that is not `wanted` is stopped early."""
     strikes = attempt = 0
     while True:
         attempt += 1
@@ -149,7 +166,7 @@ async def run_sample(
         # No scheduler holds this queue: the outage of a component is waited for once, not once per session behind it.
         running = node.submit(task, session, since_opening=True)
         if not wanted():
-            node.cancel(session.session_id)
+            node.cancel(session.session_id, EndReason.EARLY_STOP)
         one = await running
         state = one.session.state
         strikes = retries.strikes_after(state, strikes, attempt=attempt, blameless=one.blameless)
@@ -161,37 +178,58 @@ async def run_sample(
 async def run_samples(node: RolloutNode, samples: Sequence[tuple[Task, int]], on_finished: OnFinished) -> None:
     """Run samples in order; each is passed to `on_finished` when it has ended, those that a cancellation cut short too.
 
-    When `min_samples` of a task are usable, its other sessions are cancelled. Cancelling this call cancels the sessions
-    under way, and waits for them.
+    When `min_samples` of a task are usable, its other sessions have `grace_seconds` more, and are then stopped early.
+    Cancelling this call cancels the sessions under way, and waits for them.
     """
     left = Counter(task.task_id for task, _ in samples)
     usable: Counter[str] = Counter()
+    stopped: set[str] = set()
+    deadlines: dict[str, float] = {}
+    timers: list[asyncio.TimerHandle] = []
+    loop = asyncio.get_running_loop()
     settings = node.settings
     # More sessions than all stages hold would only prepare their environments too early.
     room = asyncio.Semaphore(settings.run_workers + settings.ahead + settings.build_workers + settings.evaluate_workers)
 
+    def stop(name: str) -> None:
+        stopped.add(name)
+        node.cancel_task(name, EndReason.EARLY_STOP)
+
+    def start_grace(task: Task) -> None:
+        name, now = task.task_id, loop.time()
+        deadline = stop_deadline(
+            usable=usable[name], required=task.min_samples, grace=task.grace_seconds, since=None, now=now
+        )
+        if deadline is not None:
+            deadlines[name] = deadline
+            if deadline <= now:
+                stop(name)
+            else:
+                timers.append(loop.call_at(deadline, stop, name))
+
     async def one(task: Task, sample: int) -> None:
         name = task.task_id
 
-        def wanted() -> bool:
-            return not task.min_samples or usable[name] < task.min_samples
-
         try:
-            finished = await run_sample(node, task, sample, wanted=wanted)
+            finished = await run_sample(node, task, sample, wanted=lambda: name not in stopped)
             await on_finished(task, finished)
             usable[name] += finished.usable
-            if not wanted():
-                node.cancel_task(name)
+            if task.min_samples and name not in deadlines:
+                start_grace(task)
         finally:
             left[name] -= 1
             if not left[name]:
                 node.forget_task(task.task_id)
             room.release()
 
-    async with asyncio.TaskGroup() as group:
-        for task, sample in samples:
-            await room.acquire()
-            group.create_task(one(task, sample))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for task, sample in samples:
+                await room.acquire()
+                group.create_task(one(task, sample))
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 async def run_group(node: RolloutNode, task: Task) -> list[FinishedSession]:

@@ -14,6 +14,7 @@ from towline.schema.base import (
     SchemaVersionError,
     UInt8Array,
 )
+from towline.schema.early_stop import EarlyStop, MeanLength, SessionLength
 from towline.schema.entities import (
     Environment,
     File,
@@ -81,6 +82,7 @@ __all__ = [
     "ConsumerPace",
     "ContextPolicy",
     "DurationQuartile",
+    "EarlyStop",
     "EndReason",
     "Environment",
     "Event",
@@ -93,6 +95,7 @@ __all__ = [
     "Image",
     "Int32Array",
     "LogFormat",
+    "MeanLength",
     "Model",
     "Network",
     "Pacing",
@@ -108,6 +111,7 @@ __all__ = [
     "SchemaError",
     "SchemaVersionError",
     "Session",
+    "SessionLength",
     "SessionResult",
     "SessionState",
     "SessionSummary",

@@ -201,6 +201,8 @@ class Task(Model):
     """Sessions per group."""
     min_samples: int = Field(default=0, ge=0)
     """Usable sessions that complete the group; 0: all of them."""
+    grace_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """How long the other samples may continue once `min_samples` sessions are usable; then they are stopped."""
     priority: int = 0
     """Higher runs earlier."""
     max_attempts: int = Field(default=3, ge=1)

@@ -37,6 +37,8 @@ class SessionSummary(Model):
     """Whether a trainer can learn from it: see `unusable_reason`."""
     turns: Count
     trained_tokens: Count
+    seconds: float = 0.0
+    """Run time of the harness; 0 if it did not start."""
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, sample: int = 0, attempt: int = 1, **fields: Any) -> Self:
@@ -56,6 +58,7 @@ class SessionSummary(Model):
             usable=unusable_reason(trajectory) is None,
             turns=report.turns,
             trained_tokens=report.trained_tokens,
+            seconds=trajectory.timings.get("run", 0.0),
             **fields,
         )
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from towline.schema.base import Count, Id, Json, Model
+from towline.schema.early_stop import EarlyStop
 from towline.schema.entities import Session
 from towline.schema.outcomes import SessionSummary
 from towline.schema.vocabulary import FailureReason
@@ -89,6 +90,12 @@ class TaskStatus(Model):
     """Those of them that a trainer can learn from."""
     created: float
     updated: float
+    grace_until: float | None = None
+    """While its group is in the grace period: when the samples that have not ended are stopped."""
+    cut: Count = 0
+    """Samples that had not ended when the group was stopped early."""
+    early_stop: EarlyStop | None = None
+    """What stopping it early cut, saved and favoured; `None` if nothing was cut, and in lists of tasks."""
     sessions: list[Session] = Field(default_factory=list)
     """The latest attempt at every sample; empty in lists of tasks."""
     attempts: list[Session] = Field(default_factory=list)
@@ -123,6 +130,8 @@ class Result(Model):
     """One session, the usable ones of a complete group, or none for a group that was dropped."""
     reasons: dict[str, Count] = Field(default_factory=dict)
     """For a dropped group: why its samples are not usable, counted by `unusable_reason`."""
+    cut: Count = 0
+    """For a group: samples that had not ended when it was stopped early."""
     delivery: int = Field(ge=1)
     """How often it was delivered to this consumer."""
     lease_until: float

@@ -111,6 +111,8 @@ class EndReason(StrEnum):
     """A limit on turns or tokens was reached."""
     CANCELLED = "cancelled"
     """The session was cancelled."""
+    EARLY_STOP = "early_stop"
+    """Its group was complete without it: CANCELLED, unscored, and no failure."""
     ERROR = "error"
     """The infrastructure failed."""
     MEMORY = "memory"

@@ -60,6 +60,8 @@ class Signals:
     results: Signal = field(default_factory=Signal)
     events: Signal = field(default_factory=Signal)
     callbacks: Signal = field(default_factory=Signal)
+    deadlines: Signal = field(default_factory=Signal)
+    """The grace period of a group has begun."""
 
 
 class Events:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
 
-from towline.schema import POLICY, BreakerStatus, FailureReason, SessionState, Trajectory
+from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SessionState, Trajectory
 from towline.server.pacing.pacer import Pacer
 from towline.server.scheduling.ending import SessionEnd
 from towline.server.store.queries import ConsumerLag
 
+_LENGTHS = {"turns": "Turns", "trained_tokens": "Trained tokens", "seconds": "Run seconds"}
 _SECONDS = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
@@ -31,6 +32,16 @@ class ServerMetrics:
         self.stage_seconds = Histogram(
             "towline_stage_seconds", "Duration of session stages", ["stage"], buckets=_SECONDS, registry=registry
         )
+        self.cut = Counter("towline_sessions_cut", "Sessions stopped early, their group complete", registry=registry)
+        self.length = {
+            name: Summary(
+                f"towline_early_stop_{name}",
+                f"{about} in groups that may be stopped early",
+                ["outcome"],
+                registry=registry,
+            )
+            for name, about in _LENGTHS.items()
+        }
         self.turns = Counter("towline_turns", "Turns of ended sessions", registry=registry)
         self.sampled = Counter("towline_sampled_tokens", "Tokens sampled in turns of ended sessions", registry=registry)
         self.engine_errors = Counter(
@@ -93,6 +104,15 @@ class ServerMetrics:
         self.failures.labels(reason.value, ending.stage.value).inc()
         if ending.retried:
             self.retries.labels(reason.value).inc()
+
+    def ended_in_group(self, ending: SessionEnd) -> None:
+        """Measure a session of a group that may be stopped early: finished, or cut as far as it got."""
+        cut = ending.end_reason is EndReason.EARLY_STOP
+        if not cut and ending.state is not SessionState.DONE:
+            return
+        self.cut.inc(cut)
+        for name, summary in self.length.items():
+            summary.labels("cut" if cut else "finished").observe(getattr(ending, name))
 
     def engine_failed(self, engine: str, reason: FailureReason) -> None:
         """Count a turn that an engine failed."""

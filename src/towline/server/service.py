@@ -27,6 +27,7 @@ from towline.server.pacing.pacer import Pacer
 from towline.server.policy import PolicyController
 from towline.server.scheduling import queue
 from towline.server.scheduling.end_sessions import Effects, EndSessions
+from towline.server.scheduling.grace import GracePeriods
 from towline.server.scheduling.queue import admit
 from towline.server.scheduling.scheduler import SessionScheduler
 from towline.server.store import ownership, queries
@@ -76,6 +77,7 @@ class Service:
             self.metrics,
             quarantine_deaths=settings.quarantine_deaths,
         )
+        self.grace = GracePeriods(self.store, self.signals.deadlines, self.scheduler.apply)
         runner.watch_sessions(self.scheduler.stages.changed)
         runner.watch_engines(self.metrics.engine_failed)
         self.callbacks = Callbacks(self.store, self.signals.callbacks, self.metrics, tries=settings.callback_tries)
@@ -101,13 +103,15 @@ class Service:
             await self.policy.restore()
             await self.pacer.restore()
             lost = await self.scheduler.recover()
+            # Samples whose deadline passed while no server ran are not started again.
+            await self.grace.stop_due()
             orphans = await self._orphans()
             if lost or orphans:
                 log.warning(
                     "recovered from a crash: %d sessions were lost, %d orphaned segments removed", lost, orphans
                 )
             self.scheduler.start()
-            for loop in (self.callbacks.run(), self.retention.run(), self._watch()):
+            for loop in (self.callbacks.run(), self.retention.run(), self.grace.run(), self._watch()):
                 self._background.start(loop)
         except BaseException:
             await self.store.close()

@@ -92,7 +92,7 @@ def task_of(row: Row, location: SourceLocation, defaults: TaskDefaults) -> Task:
                 name, {}
             ).get("kind")
             made[name] = dict(row[name]) if replaces else made.get(name, {}) | row[name]
-    for name in ("harness", "harness_options", "num_samples", "min_samples", "priority"):
+    for name in ("harness", "harness_options", "num_samples", "min_samples", "grace_seconds", "priority"):
         if name in row:
             made[name] = row[name]
     return _task(made, location, defaults)

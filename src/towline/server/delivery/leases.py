@@ -270,6 +270,7 @@ class LeaseManager:
         grouped = request.unit is Unit.GROUP
         members = await self._members(tx, rows) if grouped else {}
         reasons = await _unusable_reasons(tx, [row.task_id for row in rows if grouped and not row.usable])
+        cut = await _cut(tx, [row.task_id for row in rows]) if grouped else {}
         results = []
         for row in rows:
             sessions = members.get(row.seq, []) if grouped else [_session(row)]
@@ -282,6 +283,7 @@ class LeaseManager:
                     task_id=row.task_id,
                     sessions=sessions,
                     reasons=reasons.get(row.task_id, {}),
+                    cut=cut.get(row.task_id, 0),
                     delivery=deliveries[row.seq],
                     lease_until=until,
                 )
@@ -375,6 +377,15 @@ def _consumer_is(request: LeaseRequest) -> tuple[ColumnElement[bool], ...]:
 def _leased_to(consumer: str, unit: Unit) -> tuple[ColumnElement[bool], ...]:
     table = tables.leases
     return table.c.consumer == consumer, table.c.unit == unit.value
+
+
+async def _cut(tx: AsyncConnection, task_ids: Sequence[str]) -> dict[str, int]:
+    """How many samples of each task were stopped early."""
+    table, found = tables.tasks, {}
+    for some in chunks(task_ids):
+        query = select(table.c.task_id, table.c.cut).where(table.c.task_id.in_(some), table.c.cut > 0)
+        found.update({row.task_id: row.cut for row in await tx.execute(query)})
+    return found
 
 
 async def _unusable_reasons(tx: AsyncConnection, task_ids: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -33,12 +33,18 @@ from towline.server.scheduling.rules import (
     final_state,
     group_verdict,
     should_retry,
+    stop_at,
 )
 from towline.server.store import tables
 from towline.server.store.database import Store
 from towline.server.store.tables import Phase, add_events, chunks, result_id, take_numbers
 
-_FIELDS = ("state", "end_reason", "failure", "stage", "error", "segment", "place", "sha256", "updated")
+_LENGTH = ("turns", "trained_tokens", "seconds")
+_FIELDS = ("state", "end_reason", "failure", "stage", "error", "segment", "place", "sha256", "updated", *_LENGTH)
+_PROGRESS = ("finished", "usable", "grouped", "state", "grace_until", "stopped", "cut")
+"""Columns of a task that the ends of its sessions change."""
+_DUE = 100
+"""Most groups that are stopped in one transaction."""
 _RESULT_FIELDS = (*SessionSummary.model_fields, "lowest_version", "notes")
 _END_SESSION = (
     update(tables.sessions)
@@ -53,6 +59,12 @@ class Effects:
 
     stop: list[str] = field(default_factory=list)
     """Running sessions that their group no longer needs."""
+    stop_reason: EndReason = EndReason.EARLY_STOP
+    """Why."""
+    deadlines: int = 0
+    """Groups whose grace period began."""
+    lengths: list[SessionEnd] = field(default_factory=list)
+    """Ends for good in groups that may be stopped early."""
     finished_tasks: list[str] = field(default_factory=list)
     """Tasks whose last session has ended."""
     fenced: list[SessionEnd] = field(default_factory=list)
@@ -95,9 +107,20 @@ class EndSessions:
         if group is None:
             return None
         if group.open:
-            group.state = TaskState.CANCELLED
+            group.state, group.grace_until = TaskState.CANCELLED, None
+            self.effects.stop_reason = EndReason.CANCELLED
             self._publish_group(task_id, complete=False)
-            await self._stop_rest(task_id)
+            await self._stop_rest(task_id, EndReason.CANCELLED)
+        return await self._commit()
+
+    async def stop_due(self) -> Effects:
+        """Stop the groups whose grace period is over, and publish them."""
+        table = tables.tasks
+        due = select(table.c.task_id).where(table.c.grace_until <= self.at).order_by(table.c.grace_until).limit(_DUE)
+        await self._lock(set((await self.tx.execute(due)).scalars()))
+        for task_id, group in self._groups.items():
+            await self._decide(task_id)
+            group.grace_until = None
         return await self._commit()
 
     # Rows
@@ -109,7 +132,16 @@ class EndSessions:
             for row in await self.tx.execute(query):
                 self._tasks[row.task_id] = row
                 self._groups[row.task_id] = GroupProgress(
-                    row.num_samples, row.required, row.finished, row.usable, TaskState(row.state), row.grouped
+                    row.num_samples,
+                    row.required,
+                    row.finished,
+                    row.usable,
+                    TaskState(row.state),
+                    row.grouped,
+                    row.grace,
+                    row.grace_until,
+                    row.stopped,
+                    row.cut,
                 )
 
     async def _take(self, endings: Sequence[SessionEnd]) -> dict[str, int]:
@@ -135,6 +167,8 @@ class EndSessions:
         error = storable_text(ending.error)
         if ending.state is SessionState.FAILED and not error:
             error = "unknown"
+        if self._was_cut(ending):
+            ending.end_reason = EndReason.EARLY_STOP
         piece = ending.piece
         return {
             "id": ending.session_id,
@@ -147,7 +181,13 @@ class EndSessions:
             "to_place": piece.place if piece else None,
             "to_sha256": piece.sha256 if piece else None,
             "to_updated": self.at,
+            **{f"to_{name}": getattr(ending, name) for name in _LENGTH},
         }
+
+    def _was_cut(self, ending: SessionEnd) -> bool:
+        """Whether the session ended, or will not be retried, because its group was complete without it."""
+        unfinished = ending.state in (SessionState.CANCELLED, SessionState.LOST)
+        return unfinished and self._groups[ending.task_id].state is TaskState.DONE
 
     # Samples
 
@@ -176,12 +216,23 @@ class EndSessions:
         self._publish_session(ending, task, final_state(ending.state, group))
         if ending.failure is FailureReason.QUARANTINED:
             await self._quarantine_suspects(ending)
-        found = group_verdict(group)
-        if found is not GroupVerdict.WAIT:
-            group.state = TaskState.DONE
-            self._publish_group(ending.task_id, complete=found is GroupVerdict.COMPLETE)
-            if group.finished < group.num_samples:
-                await self._stop_rest(ending.task_id)
+        await self._decide(ending.task_id)
+
+    async def _decide(self, task_id: str) -> None:
+        """Publish the group if that is due, and stop the samples that it does not need."""
+        group = self._groups[task_id]
+        found = group_verdict(group, self.at)
+        if found is GroupVerdict.WAIT:
+            return
+        if found is GroupVerdict.GRACE:
+            self.effects.deadlines += group.grace_until is None
+            group.grace_until = stop_at(group, self.at)
+            return
+        group.state, group.grace_until = TaskState.DONE, None
+        self._publish_group(task_id, complete=found is GroupVerdict.COMPLETE)
+        if group.finished < group.num_samples:
+            group.stopped, group.cut = self.at, group.num_samples - group.finished
+            await self._stop_rest(task_id, EndReason.EARLY_STOP)
 
     async def _retry(self, ending: SessionEnd, task: Row[Any], strikes: int) -> None:
         table = tables.sessions
@@ -203,10 +254,10 @@ class EndSessions:
         self._events.append(("session", session_event(fresh)))
         self.effects.waiting += 1
 
-    async def _stop_rest(self, task_id: str) -> None:
+    async def _stop_rest(self, task_id: str, reason: EndReason) -> None:
         """End the waiting sessions of a task and ask the running ones to stop."""
         table = tables.sessions
-        await self._end_waiting(task_id, (), state=SessionState.CANCELLED, end_reason=EndReason.CANCELLED)
+        await self._end_waiting(task_id, (), state=SessionState.CANCELLED, end_reason=reason)
         active = select(table.c.session_id).where(table.c.task_id == task_id, table.c.phase == Phase.ACTIVE)
         self.effects.stop += list((await self.tx.execute(active)).scalars())
 
@@ -238,9 +289,13 @@ class EndSessions:
     # Results
 
     def _publish_session(self, ending: SessionEnd, task: Row[Any], state: SessionState) -> None:
+        if task.required < task.num_samples:
+            self.effects.lengths.append(ending)
+        lost_in_stop = ending.state is SessionState.LOST and ending.end_reason is EndReason.EARLY_STOP
         body = SessionResult(
             **{name: getattr(ending, name) for name in _RESULT_FIELDS}
-            | {"state": state, "error": storable_text(ending.error)},
+            | {"state": state, "error": storable_text(ending.error)}
+            | ({"failure": None} if lost_in_stop else {}),
             finished=self.at,
             metadata=_metadata(task.body),
         )
@@ -284,7 +339,7 @@ class EndSessions:
 
     async def _write_task(self, task_id: str, group: GroupProgress) -> None:
         was = self._tasks[task_id]
-        now = {"finished": group.finished, "usable": group.usable, "grouped": group.grouped, "state": group.state}
+        now = {name: getattr(group, name) for name in _PROGRESS}
         if all(getattr(was, name) == value for name, value in now.items()):
             return
         table = tables.tasks

@@ -135,7 +135,7 @@ def fill_session_end(
             ending.failure = session.failure or trajectory.failure or FailureReason.INTERNAL
             ending.hopeless, ending.blameless = outcome.hopeless, outcome.blameless
     summary = SessionSummary.of(trajectory)
-    for name in ("end_reason", "reward", "reward_status", "turns", "trained_tokens"):
+    for name in ("end_reason", "reward", "reward_status", "turns", "trained_tokens", "seconds"):
         setattr(ending, name, getattr(summary, name))
     ending.error = ending.error or summary.error
     ending.usable = ending.state is SessionState.DONE and summary.usable

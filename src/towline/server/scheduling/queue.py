@@ -40,6 +40,10 @@ LARGEST = 2**31 - 1
 """Largest integer in a column of a task."""
 
 
+_LATER = frozenset({"grace_seconds"})
+"""Fields of a task that stored tasks may lack, and whose default is falsy."""
+
+
 # Submitting
 
 
@@ -61,11 +65,13 @@ def serialize_task(task: Task, field: str = "") -> SerializedTask:
         if value is not None and abs(value) > LARGEST:
             raise InvalidInput(f"must be at most {LARGEST}", field=f"{field}.{name}".lstrip("."))
     values = task.model_dump(mode="python")
+    # A task that was stored before a field existed is the same task: such fields count where they are set.
+    known = {name: value for name, value in values.items() if value or name not in _LATER}
     try:
-        canonical = orjson.dumps(values, option=orjson.OPT_SORT_KEYS)
+        canonical = orjson.dumps(known, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
         # Integers beyond 64 bits and lone surrogates need the slower encoder.
-        canonical = json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
+        canonical = json.dumps(known, sort_keys=True, separators=(",", ":")).encode()
     return SerializedTask(task, dump_json(values), hashlib.sha256(canonical).hexdigest(), field)
 
 
@@ -122,6 +128,7 @@ async def _insert(tx: AsyncConnection, fresh: Sequence[SerializedTask], first: i
                 "priority": task.priority,
                 "num_samples": task.num_samples,
                 "required": task.required_samples,
+                "grace": task.grace_seconds,
                 "max_attempts": task.max_attempts,
                 "max_staleness": task.max_staleness,
                 "callback": task.callback,

@@ -6,8 +6,9 @@ node or the server costs no attempt. To keep a task from killing its node foreve
 at the last death, so that each further death halves the suspects. The one that was running alone at two deaths in a row is
 quarantined: a session that always ran alone after three deaths, one of many after a few more.
 
-A group is complete, and published at once, when enough of its sessions are usable. When all samples have ended without
-that, it is dropped: published without sessions, so that no consumer waits for it.
+A group is complete when enough of its sessions are usable. With samples that have not ended it is published at the end of
+the task's grace period, which is at once without one, and these are stopped. When all samples have ended, it is published
+at once; without enough usable sessions it is dropped: published without sessions, so that no consumer waits for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from towline.runs.early_stop import stop_deadline
 from towline.runs.retries import is_retried
 from towline.schema import SessionState, TaskState
 
@@ -33,6 +35,14 @@ class GroupProgress:
     state: TaskState
     grouped: bool
     """Its group result is published."""
+    grace: float = 0.0
+    """How long the other samples may continue once enough sessions are usable."""
+    grace_until: float | None = None
+    """When they are stopped; `None` while they need not hurry."""
+    stopped: float | None = None
+    """When they were stopped."""
+    cut: int = 0
+    """How many of them had not ended then."""
 
     @property
     def open(self) -> bool:
@@ -45,6 +55,8 @@ class GroupVerdict(Enum):
 
     WAIT = "wait"
     """Not yet, or it was published before."""
+    GRACE = "grace"
+    """Enough sessions are usable; the other samples have until `stop_at`."""
     COMPLETE = "complete"
     """Enough sessions are usable."""
     DROPPED = "dropped"
@@ -74,12 +86,22 @@ def suspects_at_once(company: int) -> int:
     return max(1, company // 2)
 
 
-def group_verdict(group: GroupProgress) -> GroupVerdict:
+def stop_at(group: GroupProgress, now: float) -> float | None:
+    """When the samples of the group that have not ended are stopped; `None` while too few sessions are usable."""
+    return stop_deadline(
+        usable=group.usable, required=group.required, grace=group.grace, since=group.grace_until, now=now
+    )
+
+
+def group_verdict(group: GroupProgress, now: float) -> GroupVerdict:
     if not group.open:
         return GroupVerdict.WAIT
-    if group.usable >= group.required:
-        return GroupVerdict.COMPLETE
-    return GroupVerdict.DROPPED if group.finished >= group.num_samples else GroupVerdict.WAIT
+    deadline = stop_at(group, now)
+    if group.finished >= group.num_samples:
+        return GroupVerdict.DROPPED if deadline is None else GroupVerdict.COMPLETE
+    if deadline is None:
+        return GroupVerdict.WAIT
+    return GroupVerdict.COMPLETE if deadline <= now else GroupVerdict.GRACE
 
 
 def final_state(state: SessionState, group: GroupProgress) -> SessionState:

@@ -20,7 +20,7 @@ from towline.cluster.runner import NodeLost, Runner, SessionOutcome
 from towline.common.crashpoints import crash_point
 from towline.common.mappings import BoundedDict
 from towline.errors import TowlineError
-from towline.schema import FailureReason, SchemaError, Session, SessionState, Task, Trajectory
+from towline.schema import EndReason, FailureReason, SchemaError, Session, SessionState, Task, Trajectory
 from towline.schema.files import load_json
 from towline.server.events import Signals
 from towline.server.metrics import ServerMetrics
@@ -284,11 +284,11 @@ class SessionScheduler:
         if not done.cancelled() and (error := done.exception()) is not None:
             log.error("the end of session %s could not be written", session_id, exc_info=error)
 
-    def stop(self, session_ids: list[str]) -> None:
+    def stop(self, session_ids: list[str], reason: EndReason) -> None:
         """Stop sessions that are active, or about to be."""
         for session_id in session_ids:
             self._to_stop.add(session_id)
-            self.runner.cancel(session_id)
+            self.runner.cancel(session_id, reason)
 
     # Ending sessions
 
@@ -400,7 +400,11 @@ class SessionScheduler:
         for task_id in effects.finished_tasks:
             self._tasks.pop(task_id, None)
             self.runner.forget(task_id)
-        self.stop(effects.stop)
+        self.stop(effects.stop, effects.stop_reason)
+        for ending in effects.lengths:
+            self.metrics.ended_in_group(ending)
+        if effects.deadlines:
+            self.signals.deadlines.notify()
         if effects.published:
             self.signals.results.notify()
         if effects.callbacks:

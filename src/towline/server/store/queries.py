@@ -9,7 +9,16 @@ from typing import Any
 
 from sqlalchemy import Row, func, select, tuple_
 
-from towline.schema import FailureReason, Session, SessionState, TaskState, TaskStatus
+from towline.schema import (
+    EarlyStop,
+    EndReason,
+    FailureReason,
+    Session,
+    SessionLength,
+    SessionState,
+    TaskState,
+    TaskStatus,
+)
 from towline.server.errors import DamagedData, ResourceNotFound
 from towline.server.store import tables
 from towline.server.store.database import Store
@@ -65,7 +74,7 @@ async def task_status(store: Store, task_id: str) -> TaskStatus:
         rows = list(await tx.execute(query.order_by(sessions.c.sample, sessions.c.attempt)))
     attempts = [session_of(found) for found in rows]
     latest = [one for one, found in zip(attempts, rows, strict=True) if found.latest]
-    return _status(row, latest, attempts)
+    return _status(row, latest, attempts, EarlyStop.of([[_length(found) for found in rows if found.latest]]))
 
 
 async def task_list(store: Store, state: TaskState | None, after: str | None, limit: int) -> list[TaskStatus]:
@@ -83,7 +92,20 @@ async def task_list(store: Store, state: TaskState | None, after: str | None, li
         return [_status(row, [], []) for row in await tx.execute(query)]
 
 
-def _status(row: Row[Any], sessions: list[Session], attempts: list[Session]) -> TaskStatus:
+def _length(row: Row[Any]) -> SessionLength:
+    return SessionLength(
+        finished=row.state == SessionState.DONE,
+        cut=row.end_reason == EndReason.EARLY_STOP,
+        turns=row.turns or 0,
+        trained_tokens=row.trained_tokens or 0,
+        seconds=row.seconds or 0.0,
+        run_ended=row.stage in (SessionState.BUILDING, SessionState.EVALUATING),
+    )
+
+
+def _status(
+    row: Row[Any], sessions: list[Session], attempts: list[Session], early_stop: EarlyStop | None = None
+) -> TaskStatus:
     return TaskStatus(
         task_id=row.task_id,
         state=TaskState(row.state),
@@ -92,6 +114,9 @@ def _status(row: Row[Any], sessions: list[Session], attempts: list[Session]) -> 
         usable=row.usable,
         created=row.created,
         updated=row.updated,
+        grace_until=row.grace_until,
+        cut=row.cut,
+        early_stop=early_stop,
         sessions=sessions,
         attempts=attempts,
     )
