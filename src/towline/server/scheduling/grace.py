@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 from sqlalchemy import func, select
@@ -40,11 +39,11 @@ class GracePeriods:
         while True:
             effects, following = await self.store.write_with_retry(self._stop_due, what="the end of a grace period")
             self._apply(effects)
-            if following is None or following > time.time():
+            if following is None or following > self.store.clock.now():
                 return following
 
     async def _stop_due(self, tx: AsyncConnection) -> tuple[Effects, float | None]:
-        effects = await EndSessions(self.store, tx, time.time()).stop_due()
+        effects = await EndSessions(self.store, tx, self.store.clock.now()).stop_due()
         following = await tx.scalar(select(func.min(tables.tasks.c.grace_until)))
         # A damaged row may hold a value of another type.
         return effects, following if isinstance(following, float) else None
@@ -58,5 +57,5 @@ class GracePeriods:
                 log.exception("groups could not be stopped at the end of their grace periods; trying again")
                 await asyncio.sleep(_PAUSE)
                 continue
-            left = None if following is None else min(_LONGEST_SLEEP, max(0.0, following - time.time()))
+            left = None if following is None else min(_LONGEST_SLEEP, max(0.0, following - self.store.clock.now()))
             await self._began.wait(count, left)
