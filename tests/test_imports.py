@@ -47,6 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     # Many sessions: on this machine, or as a service
     "runs": {"common", "config", "errors", "gateway", "harnesses", "node", "schema"},
     "cluster": {"engines", "errors", "node", "schema"},
+    "cluster.launch": {"common", "config", "errors"},
     "server": {"cluster", "common", "config", "engines", "errors", "runs", "schema"},
     # What a trainer sees
     "client": {"errors", "schema"},

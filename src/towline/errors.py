@@ -42,6 +42,7 @@ exceptions (`_Name`) are control flow inside one module and never leave it.
         SessionCancelled             node: a cancelled session
         EvaluationError              node and evaluator
         EvaluationFailed             node and evaluator: the control run failed as well
+        LaunchError                  cluster: Slurm or Kubernetes refused, or its program is missing
         NodeLost                     server and node
         InvalidTask                  server and node: a task that can never run
         LogNotFound                  server and node: a log file that does not exist

@@ -12,6 +12,7 @@ import typer
 from towline.cli import (
     audit,
     bench,
+    cluster,
     demo,
     eval,
     gateway,
@@ -45,6 +46,7 @@ app.add_typer(harness.app, name="harness")
 app.command()(doctor.doctor)
 app.add_typer(serve.app, name="serve")
 app.add_typer(store.app, name="store")
+app.add_typer(cluster.app, name="cluster")
 for command in (service.submit, service.status, service.sessions, service.log, service.tail, service.cancel):
     app.command()(command)
 app.command()(export.export)

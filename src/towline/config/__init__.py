@@ -19,6 +19,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from towline.config.cluster import ClusterSettings
 from towline.config.section import Section
 from towline.config.sources import PREFIX, EnvironmentSource, describe, without_none
 from towline.errors import ConfigError
@@ -316,6 +317,7 @@ class Settings(Section):
     node: NodeSettings = NodeSettings()
     server: ServerSettings = ServerSettings()
     log: LogSettings = LogSettings()
+    cluster: ClusterSettings = ClusterSettings()
 
     @model_validator(mode="after")
     def _engines_are_known(self) -> Self:

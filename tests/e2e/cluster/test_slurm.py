@@ -1,0 +1,130 @@
+"""The rendered job on a real Slurm: an ordinary user submits it, and sessions run to their end in bubblewrap sandboxes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.cluster.slurm import PATIENCE, UID, SlurmCluster, slurm_cluster
+from towline.demo import tokenizer
+
+pytestmark = pytest.mark.timeout(900)
+
+SESSIONS = 50
+AGENT = """
+import json, os, urllib.request
+messages = [{"role": "user", "content": os.environ["TOWLINE_INSTRUCTION"]}]
+for _ in range(2):
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    messages.append(json.load(urllib.request.urlopen(request, timeout=300))["choices"][0]["message"])
+    messages.append({"role": "user", "content": "Go on."})
+open("answer.txt", "w").write("42")
+"""
+SCRIPT = """
+def script(request):
+    return "It is 42."
+"""
+# A user's strings may hold anything: none of it is run.
+COMMENT = """it's "one" $(touch pwned) `touch pwned` # not a comment"""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmCluster]:
+    with slurm_cluster(4) as cluster:
+        yield cluster
+
+
+def prepare(slurm: SlurmCluster, name: str, **cluster: Any) -> Path:
+    """A folder of the user with settings, model and tasks."""
+    folder = slurm.home / name
+    (folder / "model").mkdir(parents=True)
+    tokenizer.write(folder / "model")
+    (folder / "replies.py").write_text(SCRIPT)
+    task = {
+        "instruction": "Write 42 into answer.txt.",
+        "harness": "shell",
+        "harness_options": {"command": ["python3", "-c", AGENT]},
+        "evaluator": {"kind": "command", "command": 'test "$(cat answer.txt)" = 42'},
+    }
+    lines = [json.dumps(task | {"task_id": f"t{number}", "num_samples": 5}) for number in range(SESSIONS // 5)]
+    (folder / "tasks.jsonl").write_text("\n".join(lines))
+    settings = {
+        "engine.kind": "scripted",
+        "model.folder": "model",
+        "server.port": 0,
+        "node.run_workers": 8,
+        "cluster.kind": "slurm",
+        "cluster.program": [slurm.python, "-m", "towline"],
+        "cluster.arguments": ["--script", "replies.py"],
+        "cluster.slurm.options": [f"--comment={COMMENT}"],
+        **cluster,
+    }
+    (folder / "towline.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, UID, UID)
+    return folder
+
+
+def said(slurm: SlurmCluster, *words: str, folder: Path, seconds: float = PATIENCE, **variables: str) -> Any:
+    """What a command of the user printed with `--json`."""
+    done = slurm.towline(*words, "--json", cwd=folder, seconds=seconds, **variables)
+    logs = "".join(path.read_text(errors="replace")[-4000:] for path in folder.glob("*/cluster/job-*.log"))
+    assert done.returncode == 0, f"towline {' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-3000:]}\n{logs}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def listening(slurm: SlurmCluster, folder: Path) -> dict[str, Any]:
+    """The status of the job once its server listens."""
+    until = time.monotonic() + 300
+    while True:
+        found = said(slurm, "cluster", "status", folder=folder)
+        if found["url"]:
+            return dict(found)
+        log = Path(found["log"])
+        text = log.read_text(errors="replace")[-6000:] if log.exists() else ""
+        assert found["active"], f"{found}\n{text}\n{slurm.logs()}"
+        assert time.monotonic() < until, f"{found}\n{text}"
+        time.sleep(0.5)
+
+
+def test_a_job_of_an_ordinary_user_runs_fifty_sessions(slurm: SlurmCluster) -> None:
+    folder = prepare(slurm, "my 100% run")
+    rendered = said(slurm, "cluster", "up", "--dry-run", folder=folder)["rendered"]
+    assert not (folder / "towline-data").exists()
+
+    job = said(slurm, "cluster", "up", folder=folder)
+    assert (folder / "towline-data/cluster/job.sh").read_text() == rendered
+    status = listening(slurm, folder)
+    assert (status["job_id"], status["state"], status["detail"]) == (job["job_id"], "RUNNING", "n1")
+    assert status["url"].startswith(f"http://{slurm.address(1)}:")
+
+    key = Path(status["key"])
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    service = {"TOWLINE_URL": status["url"], "TOWLINE_KEY": key.read_text().strip()}
+    refused = slurm.towline("status", "--json", cwd=folder, TOWLINE_URL=status["url"])
+    assert "API key missing" in refused.stderr
+    tasks = said(slurm, "submit", "tasks.jsonl", "--wait", folder=folder, seconds=600, **service)
+    assert [(one["state"], one["usable"]) for one in tasks] == [("done", 5)] * (SESSIONS // 5)
+    sessions = said(slurm, "sessions", "--limit", "200", folder=folder, **service)
+    assert [one["state"] for one in sessions] == ["done"] * SESSIONS
+
+    # One job at a time uses a data folder.
+    again = slurm.towline("cluster", "up", cwd=folder)
+    assert again.returncode == 1
+    assert f"slurm {job['job_id']} is RUNNING; stop it first: towline cluster down" in again.stderr
+    assert said(slurm, "cluster", "down", folder=folder) == {"stopped": job["job_id"]}
+    left = slurm.as_user(["squeue", "--noheader"])
+    assert (left.returncode, left.stdout) == (0, "")
+    log = Path(status["log"]).read_text()
+    assert "the server ended with status 0" in log or "cancelled" in log
+    assert not list(folder.rglob("pwned"))
+    assert service["TOWLINE_KEY"] not in rendered + log
