@@ -16,7 +16,7 @@ ARGS ?=
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --max-worker-restart=0
 RUFF_PATHS := $(wildcard src tests bench examples)
 
-.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults vllm test-engines test-training test-trainers lint format bench audit lock clean
+.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults vllm test-engines test-training test-trainers test-cluster lint format bench audit lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -80,6 +80,12 @@ test-trainers: setup system ## Run the adapters' tests with the real TRL, Tinker
 	.venv-verl/bin/python -m pytest tests/adapters/test_verl.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/adapters/test_nemo_gym.py tests/adapters/test_verifiers.py $(PYTEST_ARGS)
 
+# A Slurm of four nodes in namespaces of this machine; it needs root, as its nodes do.
+test-cluster: setup test-system ## Run 50 sessions in a real Slurm job of an ordinary user; validate the Kubernetes manifests
+	@bash requirements/system.sh slurmctld:slurm-wlm sbatch:slurm-client munged:munge
+	@bash requirements/cluster.sh
+	$(BIN)/python -m pytest tests/e2e/cluster $(PYTEST_ARGS)
+
 vllm: setup
 	@bash requirements/vllm.sh
 
@@ -112,6 +118,7 @@ lock: ## Write the hashed requirement files anew with the newest allowed version
 	$(LOCK) pyproject.toml requirements/dev.in --extra assets --extra math --extra postgres --extra llamacpp -o requirements/dev.txt
 	$(LOCK) pyproject.toml -c requirements/dev.txt -o requirements/base.txt
 	$(LOCK) --no-deps requirements/templates.in -o requirements/templates.txt
+	$(LOCK) requirements/cluster.in -o requirements/cluster.txt
 
 clean: ## Remove .venv, caches and build output; runs/ and the download caches stay
 	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -205,11 +205,18 @@ class SlurmCluster:
         with (self.place / f"log/daemons-{node}.log").open("ab") as log:
             where = self._where(node)
             self._processes.append(
-                subprocess.Popen([*where, *command], env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+                subprocess.Popen(
+                    [*where, *command], env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                )
             )
 
     def _where(self, node: int) -> list[str]:
-        return ["nsenter", f"--net=/run/netns/{self._spaces[node]}", f"--mount=/proc/{self._processes[0].pid}/ns/mnt", "--"]
+        return [
+            "nsenter",
+            f"--net=/run/netns/{self._spaces[node]}",
+            f"--mount=/proc/{self._processes[0].pid}/ns/mnt",
+            "--",
+        ]
 
     def _idle(self) -> int:
         done = self._call(["sinfo", "--noheader", "--Node", "--format=%t"], seconds=5)
@@ -238,7 +245,9 @@ class SlurmCluster:
 
     def logs(self) -> str:
         """The end of every log of the cluster."""
-        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in self.place.glob("log/*"))
+        return "\n".join(
+            f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in self.place.glob("log/*")
+        )
 
     # What the user does
 
