@@ -44,7 +44,9 @@ def validate(path: Path, document: dict[str, Any]) -> str:
 def test_every_object_is_valid(tmp_path: Path, settings: str) -> None:
     (tmp_path / "towline.toml").write_text(settings)
     command = [sys.executable, "-m", "towline", "cluster", "up", "--dry-run"]
-    shown = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120, check=True)
+    shown = subprocess.run(
+        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120, check=True
+    )
     objects = list(yaml.safe_load_all(shown.stdout))
     kinds = {one["kind"] for one in objects}
     assert {"RayCluster", "Deployment", "PersistentVolumeClaim", "NetworkPolicy", "ConfigMap", "Service"} <= kinds
