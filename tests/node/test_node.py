@@ -16,6 +16,7 @@ from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say
 from towline.node.node import new_session
 from towline.runs.run import run_group, run_tasks
+from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
 from towline.schema import EndReason, RewardStatus, SessionState, Trajectory
 from towline.tokens.codec import ModelCodec
 from towline.tokens.loading import load_codec
@@ -281,6 +282,33 @@ async def test_a_group_has_a_grace_period(codec: ModelCodec, tmp_path: Path, gra
     assert summary["early_stop"] == report.model_dump(mode="json")
     assert summary["failures"] == {}
     assert summary["tasks"][task.task_id]["cut"] == 2
+
+
+async def test_a_node_never_starts_more_sandboxes_than_its_limit(
+    codec: ModelCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions, warm sandboxes, evaluations and the probe share one limit."""
+    create, creating, peaks = BubblewrapRuntime.create, 0, [0]
+
+    async def counted(self: BubblewrapRuntime, spec: Any) -> Any:
+        nonlocal creating
+        creating += 1
+        peaks.append(creating)
+        try:
+            return await create(self, spec)
+        finally:
+            creating -= 1
+
+    monkeypatch.setattr(BubblewrapRuntime, "create", counted)
+    workers = {"init_workers": 6, "run_workers": 6, "evaluate_workers": 6, "warm": 3, "start_limit": 2}
+    async with running_node(codec, tmp_path, writes_hello, **workers) as rig:
+        tasks = [a_task("work", task_id=name, num_samples=3, evaluator=CHECK) for name in ("a", "b")]
+        groups = await asyncio.gather(*(run_group(rig.node, task) for task in tasks), rig.node.probe())
+        assert [each.usable for group in groups[:2] for each in group] == [True] * 6
+        status = rig.node.status()["starts"]
+        assert (status["limit"], status["failed"]) == (2, 0)
+        assert status["started"] >= 13  # one to run and one to evaluate each session, and the probe's
+    assert max(peaks) == 2
 
 
 async def test_stages_overlap(codec: ModelCodec, tmp_path: Path) -> None:

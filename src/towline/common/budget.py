@@ -1,11 +1,20 @@
-"""A time budget that can be put on hold, for example while an engine is paused."""
+"""A time budget that can be put on hold, for example while an engine is paused.
+
+`run_within` bounds work by a budget. What the work does inside `uncharged` is charged neither to that budget nor to those
+around it: the budgets of a task are in its context, so code deep below need not know them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Budget:
@@ -73,3 +82,48 @@ class Budget:
 
 _LONGEST = 3600.0
 """Longest single sleep of the event loop."""
+
+
+_charged: ContextVar[tuple[Budget, ...]] = ContextVar("charged", default=())
+"""The budgets that the time of this task is charged to."""
+
+
+@contextlib.contextmanager
+def charged_to(budget: Budget) -> Iterator[None]:
+    """Charge the block, and the tasks that it creates, to the budget."""
+    token = _charged.set((*_charged.get(), budget))
+    try:
+        yield
+    finally:
+        _charged.reset(token)
+
+
+@contextlib.contextmanager
+def uncharged() -> Iterator[None]:
+    """Charge the block to no budget: those of this task are on hold meanwhile."""
+    budgets = _charged.get()
+    for budget in budgets:
+        budget.hold()
+    try:
+        yield
+    finally:
+        for budget in budgets:
+            budget.hold(False)
+
+
+async def run_within(work: Coroutine[Any, Any, T], seconds: float) -> T:
+    """The result of the work; cancels it and raises `TimeoutError` when its budget is used up."""
+    budget = Budget(seconds)
+    with charged_to(budget):
+        task = asyncio.ensure_future(work)
+    used_up = asyncio.ensure_future(budget.used_up())
+    try:
+        await asyncio.wait((task, used_up), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise TimeoutError(f"timed out after {seconds:g} seconds")
+    finally:
+        used_up.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

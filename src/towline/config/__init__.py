@@ -215,6 +215,8 @@ class StageSeconds(Section):
 
     prepare: float = Field(3600.0, gt=0)
     """Installs, images and root file systems: once per environment."""
+    start: float = Field(300.0, gt=0)
+    """Creating one sandbox, counted from when `node.start_limit` admits it. Waiting for that is charged to no stage."""
     init: float = Field(300.0, gt=0)
     run: float = Field(1800.0, gt=0)
     build: float = Field(300.0, gt=0)
@@ -231,6 +233,9 @@ class NodeSettings(Section):
     build_workers: int = Field(2, ge=1)
     evaluate_workers: int = Field(4, ge=1)
     """Worker slots per stage."""
+    start_limit: int | None = Field(None, ge=1)
+    """Most sandboxes that are being created at once, for sessions, the warm pool and evaluations together. Default: twice
+    the CPUs, at least 2. The worker slots and `ahead` limit how many run."""
     ahead: int = Field(4, ge=0)
     """Sessions that are prepared before a run slot is free."""
     warm: int = Field(2, ge=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from towline.common.budget import Budget, charged_to
 from towline.errors import TowlineError
 from towline.evaluators.base import EvalInputs
 from towline.node.environment import PreparedTask
@@ -95,14 +97,20 @@ class ActiveSession:
             self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - began
 
     async def within(self, work: Coroutine[Any, Any, T], seconds: float | None, stage: str) -> T:
-        """The result of the work, unless the session is cancelled or the stage's time limit expires first."""
+        """The result of the work, unless the session is cancelled or the stage's time limit expires first.
+
+        Time that the work spends in `uncharged` does not count.
+        """
         if self.cancelled.is_set():
             work.close()
             raise SessionCancelled("the session was cancelled")
-        task = asyncio.ensure_future(work)
+        budget = Budget(math.inf if seconds is None else seconds)
+        with charged_to(budget):
+            task = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(self.cancelled.wait())
+        used_up = asyncio.ensure_future(budget.used_up())
         try:
-            await asyncio.wait((task, watch), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, watch, used_up), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             if watch.done():
@@ -110,6 +118,7 @@ class ActiveSession:
             raise StageTimeout(f"{stage} timed out after {seconds:g} seconds")
         finally:
             watch.cancel()
+            used_up.cancel()
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

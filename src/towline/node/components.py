@@ -54,7 +54,7 @@ async def probe_sandbox(runtimes: SandboxRuntimes, kind: SandboxKind, settings: 
     network = Network.GATEWAY if Network.GATEWAY in runtime.facts.networks else Network.OPEN
     spec = SandboxSpec(network=network, resources=settings.resources.over(DEFAULT_RESOURCES), seconds=10 * _SECONDS)
     await runtime.prepare(spec)
-    sandbox = await runtime.create(spec)
+    sandbox = await runtimes.starts.create(runtime, spec)
     try:
         done = await execute(sandbox, ("true",), seconds=_SECONDS)
     finally:

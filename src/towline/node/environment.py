@@ -28,6 +28,7 @@ from towline.sandboxes.images.build import build
 from towline.sandboxes.images.root_cache import FolderLease, RootCache
 from towline.sandboxes.pool import SandboxPool
 from towline.sandboxes.registry import make_runtime
+from towline.sandboxes.starts import LimitedRuntime, StartLimiter, default_start_limit
 from towline.schema import Environment, Network, SandboxKind, Step, Task
 
 
@@ -50,6 +51,7 @@ class SandboxRuntimes:
         self._opening = asyncio.Lock()
         self._problems: dict[SandboxKind, tuple[float, str]] = {}
         """By kind, when it was checked, and why it does not work."""
+        self.starts = StartLimiter(settings.start_limit or default_start_limit(), settings.seconds.start)
         self._roots = RootCache(cache / "roots", settings.cache_bytes)
         self._leases: list[FolderLease] = []
         """Leases of the layers that sandboxes are created from."""
@@ -64,7 +66,8 @@ class SandboxRuntimes:
                 except BaseException:
                     await runtime.close()
                     raise
-                pool = SandboxPool(runtime, size=self.settings.warm, on_created=partial(self._created, kind))
+                limited = LimitedRuntime(runtime, self.starts)
+                pool = SandboxPool(limited, size=self.settings.warm, on_created=partial(self._created, kind))
                 self._open[kind] = (runtime, pool)
             return self._open[kind]
 
@@ -87,7 +90,8 @@ class SandboxRuntimes:
         """Build the environment's Dockerfile as layers over its root. Its working folder, variables and user apply where the
         environment sets none."""
         built = await build(
-            runtime,
+            # Docker builds by its own engine, and creates no sandbox for it.
+            runtime if runtime.name == "docker" else LimitedRuntime(runtime, self.starts),
             environment.root,
             folder,
             cache=self._roots,

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from towline.common.budget import run_within
 from towline.config import NodeSettings
 from towline.errors import TowlineError
 from towline.evaluators.base import EvaluationError, Evaluator, RunOutcome, StepEvaluator
@@ -90,8 +91,7 @@ class NodeEvalContext:
 
     async def _clean(self, spec: SandboxSpec, log: str) -> Sandbox:
         try:
-            async with asyncio.timeout(self._seconds):
-                return await self._create(spec, log)
+            return await run_within(self._create(spec, log), self._seconds)
         except TimeoutError as error:
             reason = f"it was not ready within {self._seconds:g} s"
             raise CleanSandboxError(f"a clean sandbox for the evaluation cannot be created: {reason}") from error
@@ -324,17 +324,17 @@ class SessionEvaluation:
         evaluator, budgets = _evaluator(prepared), active.task.timeouts
         context = ControlEvalContext(active, prepared, self.settings)
         try:
-            await asyncio.wait_for(context.open(), budgets.init or self.settings.seconds.init)
+            await run_within(context.open(), budgets.init or self.settings.seconds.init)
             sandbox = context.agent_sandbox()
             assert sandbox is not None
             if active.unscored_step is not None:
                 assert isinstance(evaluator, StepEvaluator)
-                found, _ = await asyncio.wait_for(evaluator.evaluate_step(context, active.unscored_step), seconds)
+                found, _ = await run_within(evaluator.evaluate_step(context, active.unscored_step), seconds)
                 return min(found.values(), default=0.0)
             collecting = evaluator.collect(sandbox, active.task)
-            inputs = await asyncio.wait_for(collecting, budgets.build or self.settings.seconds.build)
+            inputs = await run_within(collecting, budgets.build or self.settings.seconds.build)
             judging = evaluator.evaluate(context, empty_run_outcome(active, trajectory), inputs)
-            return _scored(await asyncio.wait_for(judging, seconds)).value
+            return _scored(await run_within(judging, seconds)).value
         except TimeoutError as error:
             raise EvaluationError("it timed out") from error
         finally:

@@ -186,6 +186,7 @@ class RolloutNode:
             "active": len(sessions),
             "states": dict(Counter(session.state.value for session in sessions)),
             "sandbox": self.settings.sandbox.value,
+            "starts": self._runtimes.starts.status(),
             "engine": self._gateway.engine.info.name,
             "model": self._gateway.model,
             "version": self.policy_version,

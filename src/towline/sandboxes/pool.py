@@ -13,8 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import dataclass, field
 
+from towline.common.budget import uncharged
 from towline.errors import TowlineError
 from towline.sandboxes.base import Runtime, Sandbox, SandboxError, SandboxSpec
 
@@ -111,7 +113,9 @@ class SandboxPool:
         waiter: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
         pool.waiting.append(waiter)
         try:
-            return await waiter
+            # That start may wait for others, and has a time limit of its own.
+            with uncharged():
+                return await waiter
         except SandboxError:
             return None
         except asyncio.CancelledError:
@@ -132,7 +136,9 @@ class SandboxPool:
         while len(pool.ready) + len(pool.creating) - len(pool.waiting) < pool.target:
             if self.warm_count >= self._max_warm and not self._make_room(spec):
                 break
-            pool.creating.add(asyncio.get_running_loop().create_task(self._create_warm(spec, pool)))
+            # An empty context: what is created ahead is charged to no budget of the caller.
+            creating = self._create_warm(spec, pool)
+            pool.creating.add(asyncio.get_running_loop().create_task(creating, context=Context()))
         if self._cleanup is None:
             self._cleanup = asyncio.get_running_loop().create_task(self._clean_up())
 

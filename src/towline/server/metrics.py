@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
 
@@ -79,6 +80,15 @@ class ServerMetrics:
         self.breaker_opened = Gauge(
             "towline_breaker_openings", "Times the circuit breaker has opened", ["component"], registry=registry
         )
+        self.starts = Gauge(
+            "towline_sandbox_starts",
+            "Sandboxes of a node that are starting, or waiting for its start limit",
+            ["node", "state"],
+            registry=registry,
+        )
+        self.start_seconds = Gauge(
+            "towline_sandbox_start_seconds", "Mean duration of a node's recent starts", ["node"], registry=registry
+        )
         self.lag = Gauge(
             "towline_consumer_lag",
             "Results not yet delivered to a consumer",
@@ -122,6 +132,18 @@ class ServerMetrics:
         for one in statuses:
             self.breaker_open.labels(one.component).set(one.open)
             self.breaker_opened.labels(one.component).set(one.opened)
+
+    def nodes(self, statuses: Iterable[Mapping[str, Any]]) -> None:
+        """Show how many sandboxes are starting; a node that does not report it is left out."""
+        self.starts.clear()
+        self.start_seconds.clear()
+        for node in statuses:
+            starts = node.get("starts") or {}
+            for state in ("starting", "waiting"):
+                if state in starts:
+                    self.starts.labels(node["name"], state).set(starts[state])
+            if starts.get("mean_seconds") is not None:
+                self.start_seconds.labels(node["name"]).set(starts["mean_seconds"])
 
     def consumers(self, lags: Iterable[ConsumerLag]) -> None:
         self.lag.clear()
