@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": CORE | {"client", "engines", "gateway", "runs", "tokens", "trainers"},
     "benchmarks": CORE
     | {"assets", "cluster", "dialects", "engines", "gateway", "runs", "sandboxes", "server", "tokens"},
-    "benchmarks.builders": {"client", "demo", "schema", "trainers"},
+    "benchmarks.builders": {"client", "common", "demo", "schema", "trainers"},
 }
 # Nothing but `python -m towline` imports the command line.
 ALLOWED["cli"] = {part for part in ALLOWED if "." not in part} - {"conversation", "dialects", "evaluators"}

@@ -308,7 +308,7 @@ async def test_a_server_that_does_not_end_is_left_behind(
     engine._server = Stuck()
     await engine.close()
     never.set()
-    assert "has not ended within 0.1 s" in caplog.text
+    assert "did not stop within 0.1 s" in caplog.text
 
 
 async def test_a_turn_gets_the_slot_that_shares_its_prefix_else_the_least_recently_used() -> None:

@@ -147,7 +147,7 @@ async def asked(
 
 
 async def test_a_stream_that_stalls_is_noticed_though_it_is_kept_alive(codec: SentinelCodec) -> None:
-    with pytest.raises(EngineStalled, match=r"no token for 1 s, after [123] tokens"):
+    with pytest.raises(EngineStalled, match=r"no token for 1 s \([123] before that\)"):
         await asked(Streaming(codec, fault="stall"), StallDetector(1.0))
 
 

@@ -406,7 +406,7 @@ async def test_after_a_restart_each_conversation_continues_at_its_engine(
         status, refusal = await rig.post(moved(rig, session), chat(*side, model=SIDE))
         assert (status, refusal["error"]["message"]) == (
             404,
-            "the engine 'small' of this session is not configured any more",
+            "engine 'small' of this session is no longer configured; add it to `engines`",
         )
         assert [turn.engine for turn in (await rig.trajectory(session)).turns] == [POLICY, "small"]
     frozen = route(small, agent)

@@ -41,7 +41,7 @@ def test_the_presets_are_all_there() -> None:
     expected |= {"openclaw", "hermes", "mini_swe_agent", "openhands_sdk", "shell"}
     assert expected <= set(all_harnesses())
     assert find_harness("claude-code") is find_harness("claude_code")
-    with pytest.raises(ConfigError, match=r"no harness 'cladue'; there are: .*claude_code"):
+    with pytest.raises(ConfigError, match=r"unknown harness 'cladue'; available: .*claude_code"):
         find_harness("cladue")
 
 

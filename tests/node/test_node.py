@@ -332,7 +332,7 @@ async def test_no_process_of_a_harness_survives(codec: ModelCodec, tmp_path: Pat
 async def test_a_task_that_cannot_be_is_refused_with_its_field(codec: ModelCodec, tmp_path: Path) -> None:
     async with running_node(codec, tmp_path, writes_hello) as rig:
         for fields, said in [
-            ({"harness": "no-such"}, "no harness 'no-such'"),
+            ({"harness": "no-such"}, "unknown harness 'no-such'"),
             ({"evaluator": {"kind": "guess"}}, "evaluator.kind"),
             ({"harness_options": {"colour": 1}}, "no option 'colour'"),
         ]:

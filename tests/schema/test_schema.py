@@ -351,7 +351,7 @@ VIOLATIONS: dict[str, Change] = {
     "its tools elsewhere are not recorded": at("turns", 1, "tools_key", to="elsewhere"),
     # the rows as a set
     "two traces have the same trace_id": at("traces", 1, "trace_id", to="t2-row"),
-    "is no other trace of the session": at("traces", 1, "parent_trace", to="t3-row"),
+    "is not another trace of this session": at("traces", 1, "parent_trace", to="t3-row"),
     "rollout, group and builder are": at("traces", 1, "rollout_id", to="another"),
     # ownership
     "trains turn t3, whose role side is not trained": train_side_call,

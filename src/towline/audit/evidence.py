@@ -190,11 +190,11 @@ class MeasuredConversation:
     """Logged turns that are trained except for their last token."""
 
 
-CallLog = Mapping[tuple[str, int], Sequence[EngineCall]]
+CallsByTurn = Mapping[tuple[str, int], Sequence[EngineCall]]
 """The calls of each turn: one, or several if it was aborted and resumed."""
 
 
-def calls_by_turn(calls: Iterable[EngineCall]) -> CallLog:
+def calls_by_turn(calls: Iterable[EngineCall]) -> CallsByTurn:
     log: dict[tuple[str, int], list[EngineCall]] = {}
     for call in calls:
         log.setdefault((call.session, call.turn), []).append(call)
@@ -224,7 +224,7 @@ def _measure(
     conversation: str,
     builder: BuilderName,
     rows: Sequence[EvidenceRow],
-    log: CallLog,
+    log: CallsByTurn,
     turns: Mapping[str, set[int]],
     scorer: Scorer,
 ) -> MeasuredConversation:
@@ -256,7 +256,7 @@ def _measure(
     return measured
 
 
-def drifted(trace: Trace, log: CallLog) -> int:
+def drifted(trace: Trace, log: CallsByTurn) -> int:
     """The number of trained tokens of a row that are in another context than they were sampled in."""
     count = 0
     for turn, start, end in runs(trace.turn_ids):

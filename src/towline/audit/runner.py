@@ -45,6 +45,7 @@ from towline.audit.evidence import EvidenceRow, measure
 from towline.audit.report import AuditReport, make_report
 from towline.audit.simulation import SimulatedHarness
 from towline.audit.targets import AuditTarget, find_targets
+from towline.common.progress import OnCount
 from towline.config import GatewaySettings
 from towline.dialects.registry import all_dialects
 from towline.engines.embedded import DecoderConfig, EmbeddedEngine
@@ -55,8 +56,6 @@ from towline.gateway.server import serve_gateway
 from towline.gateway.session import GatewaySession
 from towline.schema import BuilderName, EndReason, Trajectory
 from towline.tokens.traces.trajectory import assemble_trajectory
-
-Progress = Callable[[int, int, str], None]
 
 FREE_SHARE = 0.15
 SPLIT_SHARE = 0.25
@@ -122,7 +121,7 @@ class _Results:
     calls: list[EngineCall] = field(default_factory=list)
 
 
-async def run(options: AuditOptions, progress: Progress | None = None) -> AuditReport:
+async def run(options: AuditOptions, progress: OnCount | None = None) -> AuditReport:
     """Play, write, measure, report. A failing conversation is a violation in the report, not an exception."""
     began = time.perf_counter()
     progress = progress or (lambda done, total, label: None)
@@ -134,7 +133,7 @@ async def run(options: AuditOptions, progress: Progress | None = None) -> AuditR
     return report
 
 
-async def _check_mutations(options: AuditOptions, progress: Progress) -> dict[str, bool]:
+async def _check_mutations(options: AuditOptions, progress: OnCount) -> dict[str, bool]:
     """Which faults an audit of a few conversations catches."""
 
     async def short(out: Path, targets: Sequence[str], names: Sequence[str]) -> set[str]:
@@ -158,7 +157,7 @@ async def _check_mutations(options: AuditOptions, progress: Progress) -> dict[st
     )
 
 
-async def _audit(options: AuditOptions, progress: Progress) -> AuditReport:
+async def _audit(options: AuditOptions, progress: OnCount) -> AuditReport:
     options.out.mkdir(parents=True, exist_ok=True)
     chosen = behaviours()
     if options.behaviours is not None:
@@ -194,7 +193,7 @@ def _captures(options: AuditOptions, part: AssignedConversation) -> list[Capture
     return [capture for capture in part.behaviour.captures if capture in options.captures]
 
 
-def _report_played(progress: Progress, results: _Results, total: int, label: str) -> None:
+def _report_played(progress: OnCount, results: _Results, total: int, label: str) -> None:
     progress(len(results.played), total, label)
 
 
@@ -208,7 +207,7 @@ def _write(out: Path, results: _Results) -> None:
 
 
 def _report(
-    options: AuditOptions, results: _Results, targets: Sequence[AuditTarget], rows: int, progress: Progress
+    options: AuditOptions, results: _Results, targets: Sequence[AuditTarget], rows: int, progress: OnCount
 ) -> AuditReport:
     torch.set_num_threads(options.threads)
     done = 0

@@ -29,6 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from towline.common.progress import OnCount
 from towline.demo import tiny_model
 from towline.demo.registry import (
     REGISTRY_PATH,
@@ -98,8 +99,6 @@ def _by_question(turns: Sequence[Turn]) -> list[list[Turn]]:
 PAPER_SPEEDUP = 5.39
 """Speed-up of training with prefix merging over one row per request, in the paper's own ablation."""
 
-ProgressCallback = Callable[[int, int, str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class AblationRun:
@@ -157,7 +156,7 @@ QUICK_PLAN = AblationPlan(questions=2, steps=1, groups=1, samples=3, held_out=1,
 def run(
     plan: AblationPlan | None = None,
     sides: Sequence[AblationRun] = RUNS,
-    progress: ProgressCallback = lambda done, total, what: None,
+    progress: OnCount = lambda done, total, what: None,
     *,
     model: Path | None = None,
 ) -> dict[str, Any]:

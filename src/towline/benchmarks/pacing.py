@@ -144,8 +144,8 @@ async def _train(service: Service, plan: PacingPlan, *, paced: bool) -> GroupCou
     """Simulate a trainer that submits ahead, learns, acknowledges, and then advances the version."""
     counts, sent, done = GroupCounts(), 0, 0
     pace = plan.groups if paced else None
-    wish = LeaseRequest("trainer", Unit.GROUP, 0, 600.0, Start.BEGINNING, plan.max_staleness, groups_per_update=pace)
-    await service.lease(wish, 0.0)
+    request = LeaseRequest("trainer", Unit.GROUP, 0, 600.0, Start.BEGINNING, plan.max_staleness, groups_per_update=pace)
+    await service.lease(request, 0.0)
     for version in range(plan.updates):
         batch: list[Result] = []
         while len(batch) < plan.groups:

@@ -23,13 +23,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from towline.common.progress import OnProgress
 from towline.errors import TowlineError
 from towline.sandboxes.base import Runtime, Sandbox, SandboxSpec, execute
 from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
 from towline.sandboxes.pool import SandboxPool
 from towline.schema import Resources
 
-Progress = Callable[[str], None]
 _LIMITS = Resources(memory_mb=256, pids=64)
 _AT_ONCE = 8
 _ROWS = {
@@ -44,7 +44,7 @@ _ENGINE_SECONDS = 60
 def run(
     repeats: int = 30,
     target: str = "",
-    progress: Progress = lambda _: None,
+    progress: OnProgress = lambda _: None,
     docker: bool = True,
 ) -> dict[str, Any]:
     """Run the benchmark. `target` is unused: no model takes part."""
@@ -52,7 +52,7 @@ def run(
         return asyncio.run(_run(Path(scratch), repeats, progress, docker))
 
 
-async def _run(scratch: Path, repeats: int, progress: Progress, docker: bool) -> dict[str, Any]:
+async def _run(scratch: Path, repeats: int, progress: OnProgress, docker: bool) -> dict[str, Any]:
     busybox = shutil.which("busybox")
     root = await asyncio.to_thread(_root, scratch / "root", busybox) if busybox else ""
     command = ["/bin/busybox", "true"] if root else ["true"]
@@ -98,7 +98,7 @@ def _enforced(spec: SandboxSpec, runtime: Runtime) -> SandboxSpec:
 
 
 async def _measure(
-    runtime: Runtime, spec: SandboxSpec, command: list[str], repeats: int, progress: Progress
+    runtime: Runtime, spec: SandboxSpec, command: list[str], repeats: int, progress: OnProgress
 ) -> dict[str, Any]:
     await runtime.prepare(spec)
     times: dict[str, list[float]] = {name: [] for name in _ROWS}

@@ -43,7 +43,7 @@ def gateway(
     ] = None,
     journal: Annotated[
         str | None,
-        typer.Option(help="Survives power loss (group), a killed process (os), or none. Default: group."),
+        typer.Option(help="Journal durability: group (power loss), os (process kill), none. Default: group."),
     ] = None,
     policy: options.Policy = None,
     temperature: options.Temperature = None,

@@ -29,7 +29,7 @@ def generate(
     ] = None,
     duplicates: Annotated[
         DuplicateRule,
-        typer.Option(help="Drop sessions with equal sampled tokens, equal in all tokens, or none."),
+        typer.Option(help="Drop duplicates by sampled tokens, by all tokens, or keep all."),
     ] = DuplicateRule.TRAINED,
     max_failed: options.MaxFailed = 0.0,
     option: options.HarnessOptions = None,

@@ -26,7 +26,7 @@ from towline.schema import FailureReason, Policy, SessionState, Task, TaskState,
 _PATIENCE = 10.0
 """Seconds to wait for a service that does not answer."""
 _SHOWN = 20
-"""Most tasks in the live table."""
+"""Maximum number of tasks in the live table."""
 
 Url = Annotated[str | None, typer.Option(envvar="TOWLINE_URL", help="URL of the service. Default: 127.0.0.1:8600.")]
 Key = Annotated[
@@ -41,7 +41,7 @@ def submit(
     harness: options.Harness = "",
     samples: options.OptionalSamples = None,
     option: options.HarnessOptions = None,
-    priority: Annotated[int | None, typer.Option(help="Higher runs earlier. Default: what the task says.")] = None,
+    priority: Annotated[int | None, typer.Option(help="Priority; higher runs first. Default: the task's own.")] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until all tasks have ended. Default: return at once.")
     ] = False,
@@ -115,7 +115,7 @@ def sessions(
     task: Annotated[
         str | None, typer.Option(help="Only sessions of this task. Default: all tasks.", metavar="TASK_ID")
     ] = None,
-    limit: Annotated[int, typer.Option(help="Most sessions to list, newest tasks first.", min=1)] = 50,
+    limit: Annotated[int, typer.Option(help="Maximum number of sessions to list, newest tasks first.", min=1)] = 50,
     url: Url = None,
     key: Key = None,
     as_json: options.Json = False,
@@ -140,9 +140,7 @@ def sessions(
 def log(
     session_id: Annotated[str, typer.Argument(help="Session id, as `sessions` and `status` show it.")],
     name: Annotated[str, typer.Option(help="Log file to print.")] = "harness.log",
-    tail: Annotated[
-        int | None, typer.Option(help="Print only so many last lines. Default: all that is kept.", min=1)
-    ] = None,
+    tail: Annotated[int | None, typer.Option(help="Print only the last N lines. Default: all.", min=1)] = None,
     url: Url = None,
     key: Key = None,
     as_json: options.Json = False,
@@ -179,7 +177,7 @@ def tail(
     kind: Annotated[
         list[EventKind] | None, typer.Option(help="Only events of this kind. Repeatable. Default: all.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Stop after so many events. Default: never.", min=1)] = None,
+    limit: Annotated[int | None, typer.Option(help="Stop after N events. Default: never.", min=1)] = None,
     url: Url = None,
     key: Key = None,
     as_json: options.Json = False,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Verify or move the stored data of a service.")
 _SHOWN = 20
-"""Most damaged trajectories that are listed."""
+"""Maximum number of damaged trajectories that are listed."""
 
 Data = Annotated[Path | None, typer.Option(help="Data folder of the service. Default: ./towline-data.")]
 Database = Annotated[

@@ -35,7 +35,7 @@ from towline.schema import (
 
 T = TypeVar("T")
 _LARGE = 1 << 20
-"""Bytes of an response that would hold up the loop while they are read."""
+"""Responses of at least this many bytes are parsed in a thread, so that they do not block the event loop."""
 
 
 class AsyncClient:

@@ -52,7 +52,7 @@ TASKS_PER_CALL = 64
 SESSIONS_PER_CALL = 64
 TASKS_PER_PAGE = 1000
 SESSIONS_PER_PAGE = 1000
-"""Most items per request; more are sent in several."""
+"""Maximum number of items per request; more are sent in several."""
 
 
 @dataclass(frozen=True)

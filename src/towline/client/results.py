@@ -34,7 +34,7 @@ class Row(TypedDict):
     """`None` while there is no score: never to be read as 0."""
     turn_rewards: dict[str, float]
     temperature: float
-    """Of the last turn, like `top_p` and `top_k`."""
+    """Temperature of the last turn, like `top_p` and `top_k`."""
     top_p: float
     top_k: int
     temperatures: npt.NDArray[np.float32]

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 DIGITS = 4300
-"""Most digits of an integer: Python's own limit, beyond which parsing takes quadratic time."""
+"""Maximum number of digits of an integer: Python's own limit, beyond which parsing takes quadratic time."""
 _RUN = b"0" * 19
 """Integers with fewer than 19 digits, the length of -2^63, fit into 64 bits."""
 _ZEROS = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))

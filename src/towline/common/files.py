@@ -127,7 +127,7 @@ class Quarantine:
     def make_folder(self, path: Path) -> None:
         """Create a folder and its parents; anything else in its place is moved here."""
         if path.exists() and not path.is_dir():
-            self.move(path, "a file stands where a folder belongs")
+            self.move(path, "expected a folder, found a file")
         path.mkdir(parents=True, exist_ok=True)
 
     def _place(self, name: str) -> Path:

@@ -153,7 +153,7 @@ class GatewaySettings(Section):
     drain_seconds: float = Field(3.0, ge=0)
     """How long turns in flight may continue when the gateway shuts down."""
     sessions: int = Field(10_000, ge=1)
-    """Most open sessions at once."""
+    """Maximum number of open sessions at once."""
 
 
 class ModelSettings(Section):
@@ -248,16 +248,16 @@ class NodeSettings(Section):
     resources: Resources = Resources()
     """Default limits of a sandbox."""
     log_bytes: int = Field(16 * 1024 * 1024, ge=1024)
-    """Most bytes of a harness log that are kept."""
+    """Maximum number of bytes of a harness log that are kept."""
     artifact_bytes: int = Field(64 * 1024 * 1024, ge=1024)
-    """Most bytes that are kept per artifact."""
+    """Maximum number of bytes that are kept per artifact."""
     bases: dict[str, str] = Field(default_factory=dict)
     """Root file system to use for an image of a Dockerfile: `{"python:3.*": "roots/python.tar"}`. An image that no pattern
     matches uses the environment's own root, by default the host's."""
     cache: Path | None = None
     """Folder of installs and root file systems, shared by all sessions. Default: the user's cache folder."""
     cache_bytes: int = Field(20 * 1024**3, ge=1024**2)
-    """Most bytes of root file systems in the cache."""
+    """Maximum number of bytes of root file systems in the cache."""
 
 
 class ServerSettings(Section):
@@ -273,7 +273,7 @@ class ServerSettings(Section):
     segments: str | None = None
     """Where trajectories are stored: a folder or an fsspec URL. Default: a folder in `data`."""
     queue: int = Field(100_000, ge=1, le=10_000_000)
-    """Most waiting sessions; further tasks are rejected until there is room."""
+    """Maximum number of waiting sessions; further tasks are rejected until there is room."""
     lease_seconds: float = Field(300.0, gt=0)
     """Default duration of a lease."""
     wait_seconds: float = Field(60.0, ge=0)

@@ -24,7 +24,7 @@ INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 _MAX_QUOTED = 60
 _MAX_IGNORED = 64
-"""Most names of ignored fields, and most characters of each, that are recorded."""
+"""Maximum number of ignored fields that are recorded, and of characters of their names."""
 
 
 def path(where: str, key: str) -> str:

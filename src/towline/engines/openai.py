@@ -110,7 +110,7 @@ class ChatServerEngine(HttpEngine):
         assembler, route = StreamAssembler(), self.url + _ROUTE
         async with self._request("POST", _ROUTE, {**body, **_STREAM}, self._stream_timeout) as response:
             if response.content_type != "text/event-stream":
-                raise EngineError(f"{route} answered no stream, but {response.content_type}")
+                raise EngineError(f"{route}: expected an event stream, got {response.content_type}")
             async for line in self._lines(response):
                 data = line[5:].strip() if line.startswith(b"data:") else b""
                 if data == b"[DONE]":
@@ -122,7 +122,7 @@ class ChatServerEngine(HttpEngine):
                             raise error
                         on_tokens(assembler.feed(event))
         if not assembler.finished:
-            raise EngineUnreachable(f"{route} ended a turn in the middle")
+            raise EngineUnreachable(f"{route}: the stream closed before the turn finished")
         return assembler.answer()
 
     def _timeout_error(self, url: str, error: TimeoutError) -> EngineError:
@@ -162,7 +162,7 @@ class ChatServerEngine(HttpEngine):
                 return await self._call(request, body | {"max_tokens": room})
             await self._call(request, body | {"max_tokens": 1})
             raise EngineError(
-                f"the server refuses max_tokens={request.max_tokens} beside a prompt that fits: lower "
+                f"the server rejected max_tokens={request.max_tokens} although the prompt fits; lower "
                 f"session.sampling.max_tokens ({refused})"
             ) from refused
 

@@ -108,9 +108,9 @@ def parse_json(data: bytes, url: str) -> dict[str, Any]:
     try:
         answer = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise InvalidResponse(f"{url} sent no JSON: {error}; it begins: {excerpt(data)}") from error
+        raise InvalidResponse(f"{url}: the response is not JSON ({error}); it begins: {excerpt(data)}") from error
     if not isinstance(answer, dict):
-        raise InvalidResponse(f"{url} sent no JSON object; it begins: {excerpt(data)}")
+        raise InvalidResponse(f"{url}: the response is not a JSON object; it begins: {excerpt(data)}")
     return answer
 
 
@@ -136,7 +136,7 @@ class ActiveTurn:
     """One per id if the server reports them, else empty."""
     finish: Finish | None = None
     prompt_tokens: int | None = None
-    """As the server counted them."""
+    """Number of prompt tokens, as the server counted them."""
     cached_tokens: int = 0
     stop_string: str | None = None
     vocabulary: int = 0
@@ -317,7 +317,7 @@ class RemoteEngine(HttpEngine, ABC):
         if isinstance(error, HttpStatusError) and error.status >= 500 and not await self.healthy():
             error = EngineUnreachable(str(error))
         if error is None and turn.finish is None and not task.cancelled():
-            error = EngineUnreachable(f"{self.url} ended a turn in the middle")
+            error = EngineUnreachable(f"{self.url}: the stream closed before the turn finished")
         if isinstance(error, EngineUnreachable):
             raise EngineUnreachable(str(error), turn.sample() if turn.ids else None) from error
         if error is not None:

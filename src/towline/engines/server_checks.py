@@ -37,7 +37,7 @@ from towline.engines.remote import ActiveTurn
 from towline.errors import ConfigError, EngineError
 
 MAX_BYTES = 16 * 2**30
-"""Most bytes of weights that are read for a forward pass."""
+"""Maximum number of bytes of weights that are read for a forward pass."""
 EXACT = 1e-3
 ROUNDED = 0.2
 """Tolerances of the mean difference, for servers that compute in 32 bits and in fewer."""
@@ -90,7 +90,7 @@ class PushedWeights:
     family: str
     size: int
     digest: str
-    """Of samples spread over the files: changes with their content."""
+    """Hash of samples spread over the files: changes with their content."""
 
     @classmethod
     def of(cls, folder: Path) -> PushedWeights:

@@ -38,7 +38,7 @@ from towline.engines.validation import InvalidResponse, excerpt, logprob, parsin
 from towline.errors import EngineError
 
 _TEMPERATURE = 0.5
-"""Of the second probe, which shows whether logprobs are those of the sampling distribution."""
+"""Temperature of the second probe, which shows whether logprobs are those of the sampling distribution."""
 _TOP_LOGPROBS = 5
 _PROBE_TOKENS = 16
 """Tokens that are compared after a weight update."""

@@ -153,8 +153,8 @@ class StallDetector:
         return self.limit - self.idle_seconds
 
     def error(self) -> EngineStalled:
-        after = f"after {self.tokens} tokens" if self.tokens else "not even the first"
-        return EngineStalled(f"the engine has produced no token for {self.limit:g} s, {after}")
+        before = f"{self.tokens} before that" if self.tokens else "none since the turn started"
+        return EngineStalled(f"the engine has produced no token for {self.limit:g} s ({before})")
 
     async def next_token(self) -> None:
         """Return when the next token arrives."""

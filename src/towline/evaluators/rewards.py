@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|(?
 """A number as programs print it; `nan` and `inf` too, so that an earlier number does not pass for the last one."""
 _PARTS = ("reward", "components", "per_turn")
 MAX_SCORES = 10_000
-"""Most scores in one reward."""
+"""Maximum number of scores in one reward."""
 _LONGEST = 512
 """Longest name of a score, in characters."""
 

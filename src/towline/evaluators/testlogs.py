@@ -22,7 +22,7 @@ _LONGEST = 2000
 """Longest line, in characters, that can name a test; test runners print no longer ones."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NAMED = 3
-"""Most missing tests that an error names."""
+"""Maximum number of missing tests that an error names."""
 _UNBUILT_STARTS = (
     "ImportError",
     "ModuleNotFoundError",

@@ -111,7 +111,9 @@ class ModelRoutes:
         route = self._by_name.get(name)
         if route is None:
             # The settings changed since the session was opened.
-            raise ApiError(ErrorKind.NOT_FOUND, f"the engine {name!r} of this session is not configured any more")
+            raise ApiError(
+                ErrorKind.NOT_FOUND, f"engine {name!r} of this session is no longer configured; add it to `engines`"
+            )
         return route
 
     def unknown(self, models: Mapping[str, str]) -> str | None:

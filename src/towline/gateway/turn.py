@@ -4,7 +4,7 @@ A turn outlives the connection that asked for it, and is in the journal before a
 only while it samples: once sampled, it is recorded. The tokens, their logprobs and the policy version of each token are
 stored as the engine returned them.
 
-A turn that no client waits for is ended, as soon as it is known whether its engine is working on it (`settle`).
+A turn that no client waits for is ended, as soon as it is known whether its engine is working on it (`end_inflight`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TurnExecutor:
         self._journal = journal
         self._recorded: set[str] = set()
         """Root keys whose tools are in the journal."""
-        self._settling = BackgroundTasks()
+        self._ending = BackgroundTasks()
 
     def restore(self, node: GraphNode) -> None:
         """Take over a turn from the journal after a restart. Until a record says so, its reply was not delivered."""
@@ -283,17 +283,17 @@ class TurnExecutor:
 
     def end_orphan(self, node: GraphNode) -> None:
         """End a turn that no client waits for, as soon as it is known whether its engine is working on it."""
-        self._settling.start(self._settle(node))
+        self._ending.start(self._end_inflight(node))
 
-    async def settle(self, *, stopped: bool) -> None:
+    async def end_inflight(self, *, stopped: bool) -> None:
         """The harness has ended: determine for every turn in flight whether its engine is working on it, and end it.
 
         `stopped`: the harness was stopped from outside, so an engine on hold is not what made it give up.
         """
         nodes = [self.graph.by_id[id] for id in self.tasks]
-        await asyncio.gather(*(self._settle(node, ended=True, stopped=stopped) for node in nodes))
+        await asyncio.gather(*(self._end_inflight(node, ended=True, stopped=stopped) for node in nodes))
 
-    async def _settle(self, node: GraphNode, *, ended: bool = False, stopped: bool = False) -> None:
+    async def _end_inflight(self, node: GraphNode, *, ended: bool = False, stopped: bool = False) -> None:
         task, detector = self.tasks.get(node.id), self.stall_detectors.get(node.id)
         if task is None or detector is None:
             return
@@ -308,7 +308,7 @@ class TurnExecutor:
     async def stop(self) -> None:
         """Start no further turns. Turns that still sample are cancelled; finished ones are kept."""
         self.inflight.close()
-        await self._settling.close()
+        await self._ending.close()
         tasks = list(self.tasks.values())
         for id in list(self.tasks):
             self.cancel(self.graph.by_id[id])

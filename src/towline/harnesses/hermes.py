@@ -17,7 +17,7 @@ VERSION = "0.19.0"
 _TIMEOUT = 3600
 """Seconds without a token: a call may wait long while the policy is updated."""
 _MAX_BYTES = 120_000
-"""Most bytes of an instruction; a Linux command-line argument holds at most 128 KiB."""
+"""Maximum number of bytes of an instruction; a Linux command-line argument holds at most 128 KiB."""
 _MIN_CONTEXT = 64_000
 """The smallest context that it starts with, in tokens."""
 

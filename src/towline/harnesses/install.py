@@ -28,12 +28,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from towline.common.files import user_cache_folder
+from towline.common.progress import OnProgress
 from towline.harnesses.base import INSTALL_ROOT, Harness, Npm, PyPI
 from towline.harnesses.toolchain import (
     PATCHELF,
     SECONDS,
     InstallError,
-    Progress,
     PythonInfo,
     architecture,
     byte_compile,
@@ -92,7 +92,7 @@ class Installs:
     def ready(self, harness: Harness) -> bool:
         return harness.install is None or (self.path(harness) / _MARK).is_file()
 
-    async def ensure(self, harness: Harness, on_progress: Progress | None = None) -> Path:
+    async def ensure(self, harness: Harness, on_progress: OnProgress | None = None) -> Path:
         """The install's folder on this machine, built if missing. Raises `InstallError`."""
         path = self.path(harness)
         if self.ready(harness):
@@ -110,12 +110,12 @@ class Installs:
             path.rename(Path(old) / "old")
         return True
 
-    def _build(self, harness: Harness, path: Path, on_progress: Progress) -> None:
+    def _build(self, harness: Harness, path: Path, on_progress: OnProgress) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InstallError(
-                f"cannot make {self.folder}: {error.strerror}; set {CACHE_VARIABLE} to a folder"
+                f"cannot create {self.folder}: {error.strerror}; set {CACHE_VARIABLE} to a writable folder"
             ) from error
         with self._locked(path.name) as partial:
             if self.ready(harness):
@@ -131,7 +131,7 @@ class Installs:
             partial.rename(path)
             on_progress(f"{harness.name} {harness.version} is in {path}")
 
-    def _build_npm(self, partial: Path, recipe: Npm, on_progress: Progress) -> None:
+    def _build_npm(self, partial: Path, recipe: Npm, on_progress: OnProgress) -> None:
         version = node_version(recipe.node)
         node = self._interpreter(
             f"node-{version}-{architecture()}", lambda folder: make_node(folder, recipe.node, on_progress)
@@ -146,7 +146,7 @@ class Installs:
             _check_version(name, wanted, partial / "node_modules" / name / "package.json")
         _make_executable(partial / "node_modules")
 
-    def _build_pypi(self, partial: Path, name: str, recipe: PyPI, on_progress: Progress) -> None:
+    def _build_pypi(self, partial: Path, name: str, recipe: PyPI, on_progress: OnProgress) -> None:
         python = find_python(recipe.python)
         key = hashlib.sha256(f"{python.executable} {PATCHELF} {LAYOUT}".encode()).hexdigest()[:8]
         base = self._interpreter(

@@ -25,7 +25,8 @@ def find_harness(name: str) -> Harness:
         return _custom(module, attribute)
     harness = _preset(name.replace("-", "_"))
     if harness is None:
-        raise ConfigError(f"no harness {name!r}; there are: {', '.join(all_harnesses())}; give your own as module:NAME")
+        available = ", ".join(all_harnesses())
+        raise ConfigError(f"unknown harness {name!r}; available: {available}; give your own as module:NAME")
     return harness
 
 

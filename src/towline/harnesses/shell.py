@@ -32,7 +32,7 @@ PROGRAM = f"{INSTALL_ROOT}/program"
 INSTRUCTION_FILE = ".towline/instruction.txt"
 """In the program's home: the instruction, for programs that read a file."""
 _MAX_BYTES = 100_000
-"""Most bytes of an instruction as an argument or a variable; Linux allows at most 128 KiB."""
+"""Maximum number of bytes of an instruction as an argument or a variable; Linux allows at most 128 KiB."""
 _NAMES = "base_url|openai_base_url|key|model|instruction|workdir|home|session|program|install|python"
 _NAME = re.compile(r"\{(" + _NAMES + r")(:json)?\}")
 _SHELL = re.compile(r"""\\.|'|"|\{(?:""" + _NAMES + r")\}", re.DOTALL)

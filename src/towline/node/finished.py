@@ -32,7 +32,7 @@ class FinishedSession:
     blameless: bool = False
     """It failed in an outage of an engine or a sandbox runtime: a retry uses no attempt."""
     held: bool = False
-    """It waited in vain for an engine or a sandbox runtime that is unavailable: this node does not retry it by itself."""
+    """It timed out waiting for an unavailable engine or sandbox runtime; this node does not retry it."""
 
     @property
     def cut(self) -> bool:

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from towline.common.progress import OnProgress
 from towline.config import GatewaySettings
 from towline.conversation import Request, ToolCall
 from towline.engines.scripted import Say, ScriptedEngine, example_arguments, shell_like
@@ -39,8 +40,6 @@ _ENDS = ("finish", "submit", "complete", "attempt_completion")
 _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The command that ends harnesses without a tool for it."""
 _QUOTED = 600
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ async def check_harness(
     options: Mapping[str, Any] | None = None,
     root: str = "",
     seconds: float = SECONDS,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> HarnessCheckResult:
     """Install the harness if necessary, run it once and account for its calls.
 

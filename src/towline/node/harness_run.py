@@ -255,7 +255,7 @@ class HarnessRunner:
     async def _check_calls(self, active: ActiveSession, session: GatewaySession) -> None:
         """Raise if the infrastructure failed a model call that was never answered."""
         gave_up = active.end_reason in (EndReason.EXITED, EndReason.ERROR, EndReason.MEMORY)
-        await active.within(session.turns.settle(stopped=not gave_up), None, "waiting")
+        await active.within(session.turns.end_inflight(stopped=not gave_up), None, "waiting")
         if (call := session.failure) is not None:
             failure = ModelCallFailed(call)
             active.notes.append(str(failure))

@@ -218,7 +218,7 @@ class RolloutNode:
 
     @property
     def breakers(self) -> list[BreakerStatus]:
-        """Of every engine, and of every sandbox runtime that was used."""
+        """The circuit breakers of every engine, and of every sandbox runtime that was used."""
         return self._components.breakers.statuses
 
     @property

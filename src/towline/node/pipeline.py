@@ -1,4 +1,4 @@
-"""The way of a session through its stages: INIT, RUN, BUILD, EVALUATE, each with its own worker slots.
+"""Moves a session through its stages: INIT, RUN, BUILD, EVALUATE, each with its own worker slots.
 
 Each stage takes an active session and leaves it ready for the next one. Whatever happens, three things hold: the agent's
 processes are dead before anything is scored; finished turns are in the trajectory, which is written once; a failure of the
@@ -315,7 +315,9 @@ class SessionStages:
         if active.sandbox_ended:
             if evaluator is not None and evaluator.needs_sandbox:
                 active.eval_failures = [
-                    SandboxError("the sandbox was killed at its memory limit, with everything that is scored")
+                    SandboxError(
+                        "sandbox exceeded its memory limit and was killed; its files are lost and cannot be scored"
+                    )
                 ]
             active.sandbox = None
             return await active.within(sandbox.destroy(), seconds, "building")

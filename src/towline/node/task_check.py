@@ -76,7 +76,7 @@ def _evaluator(task: Task) -> Iterator[tuple[str, str]]:
         known = colon and field.startswith("evaluator")
         yield (field, reason) if known else ("evaluator", str(error))
     except Exception as error:
-        yield "evaluator", f"it cannot be made: {error}"
+        yield "evaluator", f"cannot create the evaluator: {error}"
 
 
 def _settings(
@@ -92,7 +92,7 @@ def _settings(
         if name not in (POLICY, *engines):
             yield (
                 f"settings.models.{pattern}",
-                f"there is no engine {name!r}; there are: {', '.join((POLICY, *engines))}",
+                f"unknown engine {name!r}; available: {', '.join((POLICY, *engines))}",
             )
 
 

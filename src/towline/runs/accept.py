@@ -42,7 +42,7 @@ NAMES: Mapping[str, str] = {
 """Every name and its type. Groups are accessed by member: `components.tests`, `metadata.difficulty`."""
 
 _LONGEST, _DEEPEST = 2000, 50
-"""Most characters, and levels of nesting."""
+"""Maximum number of characters, and of levels of nesting."""
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,

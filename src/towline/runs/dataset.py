@@ -251,7 +251,7 @@ def _remove(path: Path) -> None:
 
 
 _MOST_TASKS = 50
-"""Most tasks listed in README.md."""
+"""Maximum number of tasks listed in README.md."""
 
 
 def card_fields(stats: DatasetStats, *, attempts: int, hours: float, recipe: Mapping[str, Any]) -> dict[str, Any]:

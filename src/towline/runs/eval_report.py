@@ -36,7 +36,7 @@ LEVEL = 0.95
 RESAMPLES = 10_000
 _SEED = 20_240_601
 _AT_ONCE = 2_000_000
-"""Most draws held in memory."""
+"""Maximum number of draws held in memory."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Ledger:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (LINES, RECIPE):
             if (folder / name).is_dir():
-                self.quarantine.move(folder / name, "a folder stands where a file belongs")
+                self.quarantine.move(folder / name, "expected a file, found a folder")
         self._file: IO[bytes] = (folder / LINES).open("ab+")
         try:
             self._lock()

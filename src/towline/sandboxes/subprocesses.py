@@ -253,28 +253,28 @@ class _PipeWriterProtocol(asyncio.streams.FlowControlMixin):
         return self._closed
 
 
-Reply = tuple[wire.Message, list[int]]
+WireReply = tuple[wire.WireMessage, list[int]]
 
 
 class Channel:
     """Requests are numbered; a reply carries its request's number, an event none."""
 
-    def __init__(self, connection: socket.socket, on_event: Callable[[wire.Message], None], closed_error: str):
+    def __init__(self, connection: socket.socket, on_event: Callable[[wire.WireMessage], None], closed_error: str):
         self._connection, self._on_event, self._closed_error = connection, on_event, closed_error
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._outgoing: list[tuple[wire.Message, list[int]]] = []
+        self._waiting: dict[int, asyncio.Future[WireReply]] = {}
+        self._outgoing: list[tuple[wire.WireMessage, list[int]]] = []
         self._loop = asyncio.get_running_loop()
         self.closed = False
         connection.setblocking(False)
         self._loop.add_reader(connection.fileno(), self._readable)
 
-    async def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Reply:
+    async def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> WireReply:
         """Send a request and wait for its reply; the caller keeps its descriptors."""
         if self.closed:
             raise SandboxError(self._closed_error)
         number = next(self._numbers)
-        reply: asyncio.Future[Reply] = self._loop.create_future()
+        reply: asyncio.Future[WireReply] = self._loop.create_future()
         self._waiting[number] = reply
         try:
             self._send({**message, "n": number}, descriptors)
@@ -288,7 +288,7 @@ class Channel:
         finally:
             self._waiting.pop(number, None)
 
-    async def request_data(self, message: dict[str, Any], max_bytes: int) -> tuple[bytes, wire.Message]:
+    async def request_data(self, message: dict[str, Any], max_bytes: int) -> tuple[bytes, wire.WireMessage]:
         """Send a request whose data comes through a pipe; returns data and reply. `SandboxError` beyond `max_bytes`."""
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         transports: list[asyncio.BaseTransport] = []
@@ -317,7 +317,7 @@ class Channel:
         if not self.closed:
             self._send({**message, "n": 0}, ())
 
-    def _send(self, message: wire.Message, descriptors: Sequence[int]) -> None:
+    def _send(self, message: wire.WireMessage, descriptors: Sequence[int]) -> None:
         if self._outgoing:
             self._outgoing.append((message, [os.dup(descriptor) for descriptor in descriptors]))
             return

@@ -16,14 +16,14 @@ _MAX_INLINE = 60_000
 _MAX_DESCRIPTORS = 250
 _MAX_BYTES = 32 * 1024 * 1024
 
-Message = dict[str, Any]
+WireMessage = dict[str, Any]
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+def send(channel: socket.socket, message: WireMessage, descriptors: Sequence[int] = ()) -> None:
     """Send a message; the sender keeps its descriptors."""
     data = json.dumps(message, separators=(",", ":")).encode("utf-8", "surrogateescape")
     if len(data) <= _MAX_INLINE:
@@ -37,7 +37,7 @@ def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = 
         os.close(spill)
 
 
-def receive(channel: socket.socket) -> tuple[Message, list[int]] | None:
+def receive(channel: socket.socket) -> tuple[WireMessage, list[int]] | None:
     """The next message and its descriptors; None when the peer is gone."""
     try:
         data, descriptors, _, _ = socket.recv_fds(channel, _MAX_INLINE + 1, _MAX_DESCRIPTORS)

@@ -136,7 +136,7 @@ def check_traces(traces: Sequence[Trace], session_id: str, group_id: str, builde
             raise ValueError(f"trace {trace.trace_id}: rollout, group and builder are {found}, not {expected}")
         if trace.parent_trace is not None and (trace.parent_trace not in names or trace.parent_trace == trace.trace_id):
             raise ValueError(
-                f"trace {trace.trace_id}: its parent {trace.parent_trace} is no other trace of the session"
+                f"trace {trace.trace_id}: parent_trace {trace.parent_trace} is not another trace of this session"
             )
 
 

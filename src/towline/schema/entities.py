@@ -209,7 +209,7 @@ class Task(Model):
     """Attempts per sample when the infrastructure fails."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
     max_staleness: Count | None = None
-    """Most policy versions that a result may be behind when it is delivered, unless its consumer is stricter."""
+    """Maximum number of policy versions that a delivered result may be behind, unless its consumer is stricter."""
     callback: str | None = None
     """A URL that is called when the group is complete: a hint, never the only delivery."""
     metadata: Json = Field(default_factory=dict)

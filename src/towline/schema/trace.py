@@ -42,7 +42,7 @@ class Trace(Model):
     turn_rewards: Scores = Field(default_factory=dict)
     """By turn id."""
     temperature: Temperature = 1.0
-    """Of the last turn, like `top_p` and `top_k`. A row may mix settings: see `temperatures` and `sampling`."""
+    """Temperature of the last turn, like `top_p` and `top_k`. A row may mix settings: see `temperatures` and `sampling`."""
     top_p: TopP = 1.0
     top_k: Count = 0
     temperatures: Float32Array = Field(default_factory=lambda: np.empty(0, np.float32))

@@ -29,9 +29,9 @@ QUESTIONS = (
     'What does `print("a\\tb  c")` write?  Use the tool.',
 )
 ROUNDS = 3
-"""Most model calls per question."""
+"""Maximum number of model calls per question."""
 LONGEST = 96
-"""Most tokens per turn."""
+"""Maximum number of tokens per turn."""
 RESULT = "src/app.py 4,096 bytes\n"
 TOOL: dict[str, Any] = {
     "type": "function",

@@ -199,7 +199,7 @@ class EmbeddedEngine:
         async with self._reading:
             self._closed = True
             if self._loop is not None and not await asyncio.to_thread(self._loop.stop, _CLOSE_TIMEOUT):
-                log.error("the embedded engine has not ended within %g s and is left behind", _CLOSE_TIMEOUT)
+                log.error("embedded engine did not stop within %g s; its thread is abandoned", _CLOSE_TIMEOUT)
 
     def _started_loop(self) -> StepLoop:
         if self._closed:

@@ -27,7 +27,7 @@ from towline.engines.embedded.turn import EngineTurn
 from towline.errors import EngineError
 
 SCORED_LOGITS = 1 << 24
-"""Most logits in memory at once when forced ids are scored."""
+"""Maximum number of logits in memory at once when forced ids are scored."""
 _START_TIMEOUT = 60.0
 """Seconds that the thread has to start."""
 

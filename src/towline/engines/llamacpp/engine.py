@@ -36,7 +36,7 @@ from towline.errors import EngineError
 Doubles = npt.NDArray[np.float64]
 
 CHUNK = 16
-"""Most tokens per request."""
+"""Maximum number of tokens per request."""
 CONTEXT = 8192
 """The default context; its cache is allocated for every slot at the start."""
 _TOP_LOGITS = 8192

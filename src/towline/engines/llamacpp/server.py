@@ -77,12 +77,12 @@ def _load(model: Path, options: ServerOptions) -> Any:
 
 
 async def end_server(servers: list[Any]) -> None:
-    """Drop the only references to servers, which ends them; one that does not end in time is left behind."""
+    """Drop the only references to servers, which ends them; one that does not end in time is abandoned."""
     try:
         async with asyncio.timeout(_END_TIMEOUT):
             await run_in_daemon("llama.cpp end", servers.clear)
     except TimeoutError:
-        log.error("llama.cpp's server has not ended within %g s and is left behind with its memory", _END_TIMEOUT)
+        log.error("llama.cpp server did not stop within %g s; its thread and memory are abandoned", _END_TIMEOUT)
 
 
 async def run_in_daemon(name: str, work: Callable[[], T]) -> T:

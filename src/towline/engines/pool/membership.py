@@ -33,7 +33,7 @@ _MAX_MISSED_UPDATING = 60
 _CHECK_TIMEOUT = 10.0
 """Seconds that a health check may take."""
 _MAX_BACKOFF = 32
-"""Most intervals between two attempts to bring back a replica that answers but cannot be used."""
+"""Maximum number of intervals between two attempts to bring back a replica that answers but cannot be used."""
 _READY_TIMEOUT = 1.0
 """Seconds that an engine has to confirm that it is not paused."""
 
@@ -48,7 +48,7 @@ class PoolMembership:
         self.weights = PoolWeights(0)
         """What every replica must have to serve."""
         self.version = 0
-        """Of the last confirmed weights: during an update, those before it."""
+        """Version of the last confirmed weights: during an update, those before it."""
         self.changing = asyncio.Lock()
         """Held while weights or the pause change, so that no replica joins in between."""
         self.updating = asyncio.Lock()
@@ -341,8 +341,8 @@ class ReplicaMonitor:
             await engine.start()
         if weights.folder is None and (weights.pushed or replica.weights_unknown):
             raise EngineError(
-                f"it answers, but the weights of version {weights.version} did not come from a folder and cannot be "
-                "given to it: it waits for the next update that comes from one"
+                f"it answers, but the weights of version {weights.version} were not loaded from a folder, so the replica "
+                "waits for the next folder update"
             )
         if engine.version != weights.version:
             raise EngineError(f"it answers, but with weights of version {engine.version}, not {weights.version}")

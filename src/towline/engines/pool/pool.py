@@ -121,7 +121,7 @@ class PooledTurn:
 _GAUGES: dict[str, tuple[str, Callable[[Replica], float | None]]] = {
     "towline_engine_healthy": ("1 while the replica serves", lambda r: r.serving),
     "towline_engine_in_flight": ("Turns on the replica", lambda r: r.in_flight),
-    "towline_engine_limit": ("Most turns that may run on it at once", lambda r: r.concurrency.limit),
+    "towline_engine_limit": ("Maximum number of turns that may run on it at once", lambda r: r.concurrency.limit),
     "towline_engine_version": ("Policy version of its weights", lambda r: r.engine.version),
     "towline_engine_kv_usage": ("Share of its key-value cache in use", lambda r: r.load.kv_usage if r.load else None),
     "towline_engine_queued": ("Turns in its own queue", lambda r: r.load.waiting if r.load else None),

@@ -121,7 +121,7 @@ class Replica:
             task.cancel()
             raise
         if task.cancelled():
-            raise EngineUnreachable(f"replica {self.name} was given up: {self.problem}")
+            raise EngineUnreachable(f"replica {self.name} was removed from the pool: {self.problem}")
         return task.result()
 
     def _call_done(self, task: asyncio.Task[Any]) -> None:

@@ -69,7 +69,7 @@ def build(sympy: Any, tree: list[Any]) -> Any:
         return sides[0] / sides[1]
     if kind == "pow":
         return sides[0] ** sides[1]
-    raise ValueError(f"{kind} is no expression")
+    raise ValueError(f"unknown expression kind {kind!r}")
 
 
 def functions(sympy: Any) -> dict[str, Any]:

@@ -221,7 +221,7 @@ class SegmentReader:
                     self._require_torn(file)
                     return
                 if self.sealed or kind not in (_DATA, _SEAL):
-                    raise self._corrupt("a frame behind the seal" if self.sealed else f"a frame of unknown type {kind}")
+                    raise self._corrupt("a frame after the seal" if self.sealed else f"a frame of unknown type {kind}")
                 if kind == _SEAL:
                     if payload != _SEAL_PAYLOAD.pack(self.count):
                         raise self._corrupt(f"the seal does not fit the {self.count} records before it")

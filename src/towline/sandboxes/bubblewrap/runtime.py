@@ -110,9 +110,9 @@ class BubblewrapRuntime:
     async def _start_supervisor(self, bwrap: str) -> dict[str, object]:
         ours, theirs = wire.pair()
         assert self._folder is not None
-        ready: asyncio.Future[wire.Message] = asyncio.get_running_loop().create_future()
+        ready: asyncio.Future[wire.WireMessage] = asyncio.get_running_loop().create_future()
 
-        def on_event(message: wire.Message) -> None:
+        def on_event(message: wire.WireMessage) -> None:
             if not ready.done():
                 ready.set_result(message)
             elif "gone" in message:

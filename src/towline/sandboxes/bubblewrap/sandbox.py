@@ -94,7 +94,7 @@ class BubblewrapSandbox:
         self._processes.add(pid, process)
         return process
 
-    def _on_event(self, message: wire.Message) -> None:
+    def _on_event(self, message: wire.WireMessage) -> None:
         if "ended" in message:
             self._processes.ended(message["ended"], message["code"])
         # The spawner's own exit is not an event: its processes are gone when the supervisor says so.
@@ -168,7 +168,7 @@ class BubblewrapSandbox:
             self._listener.close()
 
 
-def _check(answer: wire.Message, what: str) -> None:
+def _check(answer: wire.WireMessage, what: str) -> None:
     if "error" in answer:
         raise SandboxError(f"{what}: {answer['error']}")
     if answer.get("code"):

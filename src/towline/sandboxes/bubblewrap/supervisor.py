@@ -36,12 +36,12 @@ class SandboxRecord:
     name: str
     plan: dict[str, Any]
     number: int
-    """Of the request to answer when the sandbox is ready."""
+    """Number of the create request, which is answered when the sandbox is ready."""
     slot: int
     """Its range of user ids."""
     groups: list[str]
     pid: int
-    """Of its spawner."""
+    """Process id of its spawner."""
     spawner: socket.socket
     node: socket.socket
     lifeline: socket.socket
@@ -49,12 +49,12 @@ class SandboxRecord:
     ready: bool = False
     """The create request has been answered."""
     pidfd: int | None = None
-    """Of its `init` process."""
+    """Process descriptor of its `init`."""
     namespaces: tuple[int, int] | None = None
     """Descriptors of its user and PID namespaces."""
     deadline: float | None = None
     destroy_requests: list[int] = field(default_factory=list)
-    """To answer when the sandbox is gone."""
+    """Numbers of the destroy requests, which are answered when the sandbox is gone."""
     ended_at: float | None = None
     spawner_gone: bool = False
     notes: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ def kill_all(user: int, pids: int) -> NoReturn:
 
 
 _OWN_PROCESSES = 3
-"""Of every sandbox, on top of its `pids` limit: the spawner, bubblewrap and `init`."""
+"""Processes that every sandbox has on top of its `pids` limit: the spawner, bubblewrap and `init`."""
 _POLL_SECONDS = 0.002
 
 

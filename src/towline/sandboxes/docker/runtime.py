@@ -42,7 +42,7 @@ from towline.sandboxes.netns_listener import open_listener
 from towline.schema import Network, Resources
 
 PROBE_LIMITS = Resources(memory_mb=32, pids=16, cpus=0.5)
-"""Of the container that is probed."""
+"""Limits of the container that probes the engine."""
 _WHY_NOT = {
     "memory_mb": "its control groups do not accept a memory limit; use cgroup v2 with delegation, a rootful engine, or omit "
     "the limit",

@@ -236,7 +236,7 @@ class _Unpacker:
         self._created_links: set[tuple[int, int]] = set()
         self._created_files: set[str] = set()
         self._modes: list[tuple[list[str], int]] = []
-        """Of folders, set last: a read-only folder must still receive its files."""
+        """Permissions of folders, set last: a read-only folder must still receive its files."""
 
     def run(self, tar: tarfile.TarFile, max_entries: int) -> list[str]:
         skipped = []

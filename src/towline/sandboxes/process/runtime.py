@@ -191,7 +191,7 @@ class ProcessSandbox:
     def _signal(self, pid: int, number: int) -> None:
         self._open_channel().notify({"do": "signal", "pid": pid, "signal": number})
 
-    def _on_event(self, message: wire.Message) -> None:
+    def _on_event(self, message: wire.WireMessage) -> None:
         if "ended" in message:
             self._processes.ended(message["ended"], message["code"])
         elif "closed" in message:  # the end of the supervisor is the end of every command

@@ -245,7 +245,9 @@ async def lease_results(
     caller: Consumer,
     consumer: Annotated[Id, Query(description="Name of the consumer; each has its own position.")],
     unit: Unit = Unit.SESSION,
-    max: Annotated[int, Query(ge=0, le=1000, description="Most results; 0 only registers the consumer.")] = 16,
+    max: Annotated[
+        int, Query(ge=0, le=1000, description="Maximum number of results; 0 only registers the consumer.")
+    ] = 16,
     wait: Annotated[float, Query(ge=0, le=86_400, allow_inf_nan=False)] = 0.0,
     lease: Annotated[float | None, Query(gt=0, le=7 * 86_400, allow_inf_nan=False)] = None,
     start: Annotated[Start, Query(description="Where a new consumer starts.")] = Start.BEGINNING,

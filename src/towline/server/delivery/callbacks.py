@@ -1,8 +1,8 @@
 """Callbacks: a POST to the URL of a task when its group is complete.
 
 A hint, never the only delivery: it names the result, which is fetched like any other. It stays in the store until it is
-answered with 2xx, and is given up after a number of tries with growing pauses. The operator allows the hosts; redirects are
-not followed, and the response body is not read.
+answered with 2xx, and is dropped after a number of attempts with growing pauses. The operator allows the hosts;
+redirects are not followed, and the response body is not read.
 """
 
 from __future__ import annotations
@@ -103,4 +103,4 @@ class Callbacks:
                 await tx.execute(update(table).where(table.c.seq == row.seq).values(tries=tries, due=due))
         self.metrics.callbacks.labels("failed" if problem else "told").inc()
         if problem and over:
-            log.warning("callback of result %d failed %d times and is given up: %s", row.seq, tries, problem)
+            log.warning("callback for result %d dropped after %d attempts: %s", row.seq, tries, problem)

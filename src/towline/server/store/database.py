@@ -48,7 +48,7 @@ _LOG_SECONDS = 60.0
 
 
 class Outage:
-    """Logs an outage in a few lines, however many calls fail: when it begins, once a minute, and when it is over."""
+    """Logs an outage in a few lines, however many calls fail: when it begins, once per minute, and when it is over."""
 
     def __init__(self, what: str):
         self.what = what
@@ -221,7 +221,7 @@ class Store:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._engine.dispose()
         except TimeoutError:
-            log.warning("the database connections did not close in time; they end with this process")
+            log.warning("database connections did not close in time; the OS closes them on exit")
 
     # Transactions
 

@@ -8,21 +8,19 @@ successor and cannot be served again, so that no two servers own the same files.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Table, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from towline.common.progress import OnCount
 from towline.errors import ConfigError
 from towline.server.errors import DamagedData
 from towline.server.store import ownership, tables
 from towline.server.store.database import Store
 from towline.server.store.segments import Segments, SegmentSlice
 from towline.server.store.tables import CHUNK, chunks, get_meta, put_meta
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass
@@ -46,7 +44,7 @@ class Verification:
         }
 
 
-async def verify(store: Store, segments: Segments, on_progress: Progress = lambda *_: None) -> Verification:
+async def verify(store: Store, segments: Segments, on_progress: OnCount = lambda *_: None) -> Verification:
     """Read every trajectory and verify its hash. Raises `OSError` if the location is down."""
     found, names = Verification(), set[str]()
     async with store.read() as tx:
@@ -93,7 +91,7 @@ def _orphans(segments: Segments, ids: list[str], known: set[str]) -> int:
 # Moving to another database
 
 
-async def move_database(source: Store, target: Store, on_progress: Progress = lambda *_: None) -> dict[str, int]:
+async def move_database(source: Store, target: Store, on_progress: OnCount = lambda *_: None) -> dict[str, int]:
     """Copy every row to an empty database, which then is the store; returns rows per table. Both must be open."""
     async with source.read() as tx:
         token, moved = await get_meta(tx, "token"), await get_meta(tx, ownership.MOVED_TO)
@@ -124,7 +122,7 @@ async def move_database(source: Store, target: Store, on_progress: Progress = la
     return counts
 
 
-async def _copy_rows(source: Store, tx: AsyncConnection, on_progress: Progress) -> None:
+async def _copy_rows(source: Store, tx: AsyncConnection, on_progress: OnCount) -> None:
     total, done = sum((await _counts(source)).values()), 0
     async with source.read() as reading:
         for table in tables.metadata.sorted_tables:
@@ -151,7 +149,7 @@ async def _count(tx: AsyncConnection, table: Table) -> int:
 
 
 async def move_segments(
-    store: Store, source: Segments, target: Segments, on_progress: Progress = lambda *_: None
+    store: Store, source: Segments, target: Segments, on_progress: OnCount = lambda *_: None
 ) -> Verification:
     """Copy every segment that a row names, verify the copies, and record the location. Damaged ones stay damaged."""
     if source.location.name == target.location.name:

@@ -26,7 +26,7 @@ from towline.server.store.segments import SegmentSlice
 from towline.server.store.tables import WITHHELD, chunks
 
 _CONSUMERS = 100
-"""Most consumers in the metrics: clients choose the names, and each makes a time series."""
+"""Maximum number of consumers in the metrics: clients choose the names, and each makes a time series."""
 
 
 class SortOrder(StrEnum):
@@ -87,7 +87,7 @@ async def task_list(store: Store, state: TaskState | None, after: str | None, li
         if after is not None:
             number = await tx.scalar(select(table.c.number).where(table.c.task_id == after))
             if number is None:
-                raise ResourceNotFound(f"no task {after!r} to continue after")
+                raise ResourceNotFound(f"`after`: unknown task {after!r}")
             query = query.where(table.c.number > number)
         return [_status(row, [], []) for row in await tx.execute(query)]
 
@@ -147,7 +147,7 @@ async def session_list(store: Store, wanted: SessionQuery) -> list[Session]:
         if wanted.after is not None:
             last = (await tx.execute(select(*place).where(table.c.session_id == wanted.after))).one_or_none()
             if last is None:
-                raise ResourceNotFound(f"no session {wanted.after!r} to continue after")
+                raise ResourceNotFound(f"`after`: unknown session {wanted.after!r}")
             behind = tuple_(*place) < tuple_(*last) if newest else tuple_(*place) > tuple_(*last)
             query = query.where(behind)
         return [session_of(row) for row in await tx.execute(query)]

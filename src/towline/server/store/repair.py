@@ -23,7 +23,7 @@ _TOKEN = re.compile(r"[0-9a-f]{8}")
 _IMPOSSIBLE = 10**17
 """No counter reaches this number."""
 _SHOWN = 20
-"""Most ids in one log line."""
+"""Maximum number of ids in one log line."""
 
 
 async def repair_counters(tx: AsyncConnection) -> None:

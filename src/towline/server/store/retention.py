@@ -25,7 +25,7 @@ from towline.server.store.tables import chunks, get_meta, insert_new, put_meta
 
 log = logging.getLogger("towline.server")
 _TASKS = 200
-"""Most tasks removed per pass."""
+"""Maximum number of tasks removed per pass."""
 _SWEEP_SECONDS = 60.0
 _SWEPT = "swept_epoch"
 

@@ -281,7 +281,7 @@ def parse_result_id(name: str, token: str) -> tuple[Unit, int] | None:
 
 T = TypeVar("T")
 CHUNK = 500
-"""Most values in one `IN`."""
+"""Maximum number of values in one `IN`."""
 
 
 def chunks(values: Sequence[T]) -> list[Sequence[T]]:

@@ -51,7 +51,7 @@ class PromptMode(StrEnum):
     EXACT = "exact"
     """Continue from the tokens of the turn before."""
     PLAIN = "plain"
-    """Render and encode every request anew, as a plain chat server does: the baseline for `merged` and `per_turn`."""
+    """Re-render and re-encode every request, as a plain chat server does: the baseline for `merged` and `per_turn`."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class PromptPlan:
     def mark_image_unreported(
         self, found: GraphNode | None, same: GraphNode | None, messages: Sequence[Message]
     ) -> None:
-        """Record why the prompt was rendered anew: only the engine knows what the model sees for an image."""
+        """Record why the prompt was re-rendered: only the engine knows what the model sees for an image."""
         self.flags.append(IMAGE_UNREPORTED)
         self.new = list(messages)
         if same is not None and same.finish is not Finish.ABORT:

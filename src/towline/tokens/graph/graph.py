@@ -148,7 +148,7 @@ class GraphNode:
 
     @property
     def continued(self) -> GraphNode | None:
-        """The turn this one continues as a conversation although its tokens were rendered anew."""
+        """The turn this one continues as a conversation although its tokens were re-rendered."""
         return self.origin if self.parent is None and self.reason in _SAME_CONVERSATION else None
 
     @property

@@ -19,7 +19,7 @@ from towline.tokens.graph.lineage import MIN_QUOTE, quotes
 from towline.tokens.graph.tool_results import bare_id
 
 _CONTINUES = (None, ForkReason.IMAGE_UNREPORTED)
-"""Reasons of turns that continue a conversation although their prompts are rendered anew."""
+"""Reasons of turns that continue a conversation although their prompts are re-rendered."""
 _REWRITTEN = (ForkReason.HISTORY_EDITED, ForkReason.COMPACTION, ForkReason.UNMATCHED)
 """Reasons of turns whose history the harness changed."""
 _SUMMARY_REASON = "its reply is the summary that another conversation starts from"
@@ -90,7 +90,7 @@ class _RoleAssigner:
                 self.handed.setdefault(root.handed_over_from.root, []).append(root)
         given = (instruction,) if isinstance(instruction, str) else instruction
         self.instruction, *self.later_instructions = [text.strip() for text in given] or [""]
-        # A turn that was rendered anew has no parent, but it continues a conversation all the same.
+        # A turn that was re-rendered has no parent, but it continues a conversation all the same.
         continued = {n.parent or n.origin for n in graph.nodes if n.parent is not None or n.reason in _CONTINUES}
         continued |= {before for n in graph.nodes for before in (n.handed_over_from, n.appended_turn)} | set(also)
         self.seen = {node for nodes in trees.values() for node in nodes if node.delivered or node in continued}

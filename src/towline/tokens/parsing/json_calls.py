@@ -244,7 +244,7 @@ class Apriel(Nemotron):
 class CommandR7B(JsonListFormat):
     """Command R7B: `<|START_ACTION|>` and a list of calls, or `<|START_RESPONSE|>` and text.
 
-    A call's `tool_call_id` is its number in the conversation, which templates count anew; it is not kept.
+    A call's `tool_call_id` is its number in the conversation, which templates count again from the start; it is not kept.
     """
 
     name = "command_r7b"

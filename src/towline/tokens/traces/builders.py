@@ -1,7 +1,7 @@
 """From a graph to training rows.
 
 - `exact`: one row per leaf, with the tokens of the path from the root as the model saw and sampled them.
-- `merged`: turns that were each rendered anew are stitched afterwards: the sampled ids replace their re-rendering in the
+- `merged`: turns that were each re-rendered are stitched afterwards: the sampled ids replace their re-rendering in the
   next prompt. For engines that only speak chat; the context of later turns is then not what they were sampled under.
 - `per_turn`: one row per model call. The naive baseline.
 
@@ -97,7 +97,7 @@ def is_inline(placed: PlacedImage) -> bool:
 
 
 def _before(node: GraphNode) -> GraphNode | None:
-    """The turn before this one in the conversation, its tokens kept or rendered anew."""
+    """The turn before this one in the conversation, its tokens kept or re-rendered."""
     return node.parent or (node.origin if node.reason is None else None)
 
 

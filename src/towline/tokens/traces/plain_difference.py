@@ -22,7 +22,7 @@ _MAX_COMPARED = 65_536
 _ALIGNED_RUN = 8
 """Consecutive equal tokens at which two prompts count as aligned again."""
 MAX_NAMED_TURNS = 100
-"""Most turns that a report names."""
+"""Maximum number of turns that a report names."""
 
 
 class DifferenceSpan(NamedTuple):

@@ -37,7 +37,7 @@ from towline.tokens.traces.builders import is_inline
 from towline.tokens.traces.plain_difference import MAX_NAMED_TURNS, plain_difference, stitched_difference
 
 _MAX_NAMED = 5
-"""Most turns that the notes name; the others are counted."""
+"""Maximum number of turns that the notes name; the others are counted."""
 
 
 _MAIN = (TurnRole.MAIN, TurnRole.COMPACTION)
