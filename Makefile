@@ -112,7 +112,7 @@ LOCK := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.1
 	--custom-compile-command "make lock"
 
 # Not after `setup`, which fails when a dependency is not locked yet: any environment will do.
-lock: ## Write the hashed requirement files anew with the newest allowed versions
+lock: ## Rewrite the hashed requirement files with the newest allowed versions
 	@test -x $(BIN)/python || bash requirements/install.sh
 	$(BIN)/python -m pip install --quiet uv==0.13.7
 	$(LOCK) pyproject.toml requirements/dev.in --extra assets --extra math --extra postgres --extra llamacpp -o requirements/dev.txt
