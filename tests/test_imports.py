@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     # The model endpoint of harnesses: no sandbox, no node, no server
     "gateway": CORE | {"dialects", "engines", "tokens"},
     # Where and how a session runs
-    "sandboxes": {"errors", "schema"},
+    "sandboxes": {"common", "errors", "schema"},
     "harnesses": {"common", "errors", "sandboxes"},
     "evaluators": {"errors", "sandboxes", "schema"},
     "tasks": {"errors", "schema"},
