@@ -184,7 +184,7 @@ async def build_by_engine(
         try:
             async with asyncio.timeout(seconds):
                 with tempfile.TemporaryFile() as file:
-                    await asyncio.to_thread(_write_context, files, replace_base(text, plan, base), file)
+                    await asyncio.to_thread(write_context, files, replace_base(text, plan, base), file)
                     await _follow(runtime.build(read_chunks(file), query), on_progress)
         except TimeoutError as error:
             raise DockerfileError(f"Dockerfile: the build took longer than {seconds:g} s") from error
@@ -235,11 +235,12 @@ async def _follow(messages: AsyncIterator[dict[str, Any]], on_progress: Callable
         raise DockerError(f"{failure}\n{tail.strip()}", failure.status) from failure
 
 
-def _write_context(files: BuildContext, dockerfile: str, out: IO[bytes]) -> None:
+def write_context(files: BuildContext, dockerfile: str, out: IO[bytes], name: str = _DOCKERFILE) -> None:
+    """Write a build context with its Dockerfile as a tar, and rewind it."""
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for path in files.paths:
             tar.add(files.folder / path, arcname=path, recursive=False)
-        info = tarfile.TarInfo(_DOCKERFILE)
+        info = tarfile.TarInfo(name)
         data = dockerfile.encode()
         info.size = len(data)
         tar.addfile(info, io.BytesIO(data))

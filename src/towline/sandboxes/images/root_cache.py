@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from towline.sandboxes.base import SandboxError
 from towline.sandboxes.files import folders
@@ -228,6 +229,15 @@ class RootCache:
     async def built(self, key: str, make: Callable[[Path], Awaitable[None]]) -> FolderLease:
         """A folder that belongs to a root: a layer built over it."""
         return await self._cache.lease(key, make)
+
+    @property
+    def ownership(self) -> str:
+        """How roots are owned here: part of the key of a root that `unpack_stream` fills."""
+        return str(self._owners)
+
+    def unpack_stream(self, stream: IO[bytes], folder: Path) -> root_tar.UnpackResult:
+        """Unpack the tar of a root that is being made, with this cache's owners and bound."""
+        return root_tar.unpack(stream, folder, max_bytes=self._cache.max_bytes, owners=self._owners)
 
     async def shrink(self) -> None:
         """Evict down to the size limit, and remove leftovers of crashes."""

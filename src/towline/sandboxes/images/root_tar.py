@@ -56,7 +56,7 @@ class UnpackResult:
 
 
 def unpack(
-    archive: Path,
+    archive: Path | IO[bytes],
     folder: Path,
     *,
     max_bytes: int,
@@ -64,29 +64,30 @@ def unpack(
     joined: bool = False,
     progress: OnBytesRead | None = None,
 ) -> UnpackResult:
-    """Unpack a tar, plain or compressed by gzip, bzip2, xz or zstd, into an empty folder.
+    """Unpack a tar, plain or compressed by gzip, bzip2, xz or zstd, into an empty folder. A stream is a plain tar.
 
     More than `max_bytes` of content are refused. `joined` reads several concatenated tars as one. Without `owners`
     everything belongs to the user of this process.
     """
     done = UnpackResult()
+    name = archive if isinstance(archive, Path) else "the image"
     made_folders: dict[Path, tarfile.TarInfo] = {}
     try:
         with _stream(archive, progress) as stream, tarfile.open(fileobj=stream, mode="r|*", ignore_zeros=joined) as tar:
             for member in tar:
                 done.foreign += bool(member.uid or member.gid)
                 _unpack_member(tar, member, folder, done, made_folders, max_bytes, owners)
-        if progress is not None:
+        if progress is not None and isinstance(archive, Path):
             progress(archive.stat().st_size, archive.stat().st_size)
     except (tarfile.TarError, EOFError, UnicodeError) as error:
-        raise SandboxError(f"{archive} is not a tar of a root file system: {error}") from error
+        raise SandboxError(f"{name} is not a tar of a root file system: {error}") from error
     except OSError as error:
-        raise SandboxError(f"cannot unpack {archive}: {error}") from error
+        raise SandboxError(f"cannot unpack {name}: {error}") from error
     if not done.files and not made_folders:
-        raise SandboxError(f"{archive} is empty: it is not a root file system")
+        raise SandboxError(f"{name} is empty: it is not a root file system")
     if {"manifest.json", "oci-layout"} & {name for name in os.listdir(folder) if not (folder / name).is_dir()}:
         raise SandboxError(
-            f"{archive} is a saved image, not a root file system: use `docker export` of a container, or load it into "
+            f"{name} is a saved image, not a root file system: use `docker export` of a container, or load it into "
             "an engine with `docker load` and use the image's name"
         )
     # Last, deepest first: a read-only folder could not have been filled.
@@ -184,7 +185,10 @@ class _ProgressReader:
 
 
 @contextlib.contextmanager
-def _stream(archive: Path, progress: OnBytesRead | None) -> Iterator[IO[bytes]]:
+def _stream(archive: Path | IO[bytes], progress: OnBytesRead | None) -> Iterator[IO[bytes]]:
+    if not isinstance(archive, Path):
+        yield archive
+        return
     with open(archive, "rb") as file:
         zstd = file.read(4) == _MAGIC_ZSTD
         file.seek(0)
