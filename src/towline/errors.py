@@ -28,7 +28,10 @@ exceptions (`_Name`) are control flow inside one module and never leave it.
         SessionError                 gateway: the control routes
         SandboxError                 node and sandbox
             Unsupported
+                ImageUnavailable     an image that no registry has, or that this machine cannot pull
             PathMissing
+            PullError                node and registry
+            BuildahError             node and image store
             DockerError
             DockerfileError
             CleanSandboxError

@@ -12,11 +12,10 @@ import pytest
 
 from support.sandboxes import contract
 from support.sandboxes.registry_rig import BASE, push, registry
-from towline.sandboxes.base import SandboxError, SandboxSpec
+from towline.sandboxes.base import SandboxSpec
 from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
-from towline.sandboxes.images.dockerfile import DockerfileError
 from towline.sandboxes.images.oci.buildah import Buildah, Registries
-from towline.sandboxes.images.oci.store import ImageRoot, ImageUnavailable, OciImages
+from towline.sandboxes.images.oci.store import ImageRoot, OciImages
 from towline.sandboxes.images.root_cache import RootCache
 
 GB = 1 << 30

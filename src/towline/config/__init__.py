@@ -20,6 +20,7 @@ from pydantic_settings import (
 )
 
 from towline.config.cluster import ClusterSettings
+from towline.config.images import ImageSettings
 from towline.config.section import Section
 from towline.config.sources import PREFIX, EnvironmentSource, describe, without_none
 from towline.errors import ConfigError
@@ -252,8 +253,8 @@ class NodeSettings(Section):
     artifact_bytes: int = Field(64 * 1024 * 1024, ge=1024)
     """Maximum number of bytes that are kept per artifact."""
     bases: dict[str, str] = Field(default_factory=dict)
-    """Root file system to use for an image of a Dockerfile: `{"python:3.*": "roots/python.tar"}`. An image that no pattern
-    matches uses the environment's own root, by default the host's."""
+    """Local root file system to use for an image name: `{"python:3.*": "roots/python.tar"}`. `images.base` says what all
+    other images are."""
     cache: Path | None = None
     """Folder of installs and root file systems, shared by all sessions. Default: the user's cache folder."""
     cache_bytes: int = Field(20 * 1024**3, ge=1024**2)
@@ -320,6 +321,7 @@ class Settings(Section):
     engines: dict[str, NamedEngine] = Field(default_factory=dict)
     """Additional engines by name."""
     node: NodeSettings = NodeSettings()
+    images: ImageSettings = ImageSettings()
     server: ServerSettings = ServerSettings()
     log: LogSettings = LogSettings()
     cluster: ClusterSettings = ClusterSettings()

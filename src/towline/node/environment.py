@@ -11,21 +11,22 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from towline.config import NodeSettings
+from towline.config.images import ImageSettings
 from towline.errors import TowlineError
 from towline.evaluators.base import Evaluator
 from towline.evaluators.registry import make_evaluator
 from towline.harnesses.base import INSTALL_ROOT, Harness
 from towline.harnesses.registry import find_harness
+from towline.node.environment_root import EnvironmentRoots
 from towline.sandboxes.base import DEFAULT_RESOURCES, Mount, Runtime, Sandbox, SandboxSpec, execute
 from towline.sandboxes.files import archives
-from towline.sandboxes.images.build import build
-from towline.sandboxes.images.root_cache import FolderLease, RootCache
+from towline.sandboxes.images.root_cache import RootCache
 from towline.sandboxes.pool import SandboxPool
 from towline.sandboxes.registry import make_runtime
 from towline.sandboxes.starts import LimitedRuntime, StartLimiter, default_start_limit
@@ -41,6 +42,7 @@ class SandboxRuntimes:
         data: Path,
         cache: Path,
         created: Callable[[SandboxKind, Exception | None], None] = lambda kind, error: None,
+        images: ImageSettings | None = None,
     ):
         """`created` is called after every sandbox that was created (None) or could not be."""
         self._created = created
@@ -53,8 +55,7 @@ class SandboxRuntimes:
         """By kind, when it was checked, and why it does not work."""
         self.starts = StartLimiter(settings.start_limit or default_start_limit(), settings.seconds.start)
         self._roots = RootCache(cache / "roots", settings.cache_bytes)
-        self._leases: list[FolderLease] = []
-        """Leases of the layers that sandboxes are created from."""
+        self.environments = EnvironmentRoots(settings, images or ImageSettings(), cache, self._roots, self.starts)
 
     async def get(self, kind: SandboxKind) -> tuple[Runtime, SandboxPool]:
         async with self._opening:
@@ -84,39 +85,12 @@ class SandboxRuntimes:
             self._problems[kind] = (time.monotonic(), problem)
         return problem
 
-    async def build(
-        self, runtime: Runtime, environment: Environment, folder: Path
-    ) -> tuple[Environment, tuple[Path, ...]]:
-        """Build the environment's Dockerfile as layers over its root. Its working folder, variables and user apply where the
-        environment sets none."""
-        built = await build(
-            # Docker builds by its own engine, and creates no sandbox for it.
-            runtime if runtime.name == "docker" else LimitedRuntime(runtime, self.starts),
-            environment.root,
-            folder,
-            cache=self._roots,
-            bases=self.settings.bases,
-            network=Network.OPEN if environment.network is Network.OPEN else Network.NONE,
-            seconds=self.settings.seconds.prepare,
-        )
-        if built.lease is not None:
-            self._leases.append(built.lease)
-        given = environment.model_fields_set
-        changes = {
-            "root": built.root,
-            "env": {**built.env, **environment.env},
-            "workdir": environment.workdir if "workdir" in given else built.workdir or environment.workdir,
-            "user": environment.user if "user" in given else built.user,
-        }
-        return Environment.model_validate(environment.__dict__ | changes), built.layers
-
     async def close(self) -> None:
         for runtime, pool in self._open.values():
             await pool.close()
             await runtime.close()
         self._open.clear()
-        for lease in self._leases:
-            lease.release()
+        self.environments.close()
 
 
 class HarnessInstalls(Protocol):
@@ -137,6 +111,8 @@ class PreparedTask:
     run: SandboxSpec
     evaluate: SandboxSpec
     evaluator: Evaluator | None
+    images: Mapping[str, str] = field(default_factory=dict)
+    """The image names that its environment was made from, and their digests."""
 
 
 class TaskPreparer:
@@ -167,13 +143,14 @@ class TaskPreparer:
         runtime, pool = await self.runtimes.get(kind)
         installing = asyncio.ensure_future(self._install(harness))
         try:
-            environment, layers = await self._built(task.environment, runtime)
+            root = await self.runtimes.environments.make(runtime, task.environment)
         finally:
             mounts, inside = await installing
+        environment, layers = root.environment, root.layers
         run = _spec(environment, layers, self.settings, mounts, environment.network)
         evaluate = _spec(environment, layers, self.settings, (), _evaluation_network(environment, runtime))
         await runtime.prepare(run)
-        return PreparedTask(harness, inside, environment, runtime, pool, run, evaluate, evaluator)
+        return PreparedTask(harness, inside, environment, runtime, pool, run, evaluate, evaluator, root.images)
 
     async def _install(self, harness: Harness) -> tuple[tuple[Mount, ...], str]:
         mounts = [Mount(source, target) for target, source in harness.mounts.items()]
@@ -182,12 +159,6 @@ class TaskPreparer:
         inside = f"{INSTALL_ROOT}/{harness.name}"
         mounts.append(Mount(await self.installs.ensure(harness), inside))
         return tuple(mounts), inside
-
-    async def _built(self, environment: Environment, runtime: Runtime) -> tuple[Environment, tuple[Path, ...]]:
-        """The environment with its Dockerfile built, if it has one."""
-        if not environment.build:
-            return environment, ()
-        return await self.runtimes.build(runtime, environment, Path(environment.build))
 
 
 def _evaluation_network(environment: Environment, runtime: Runtime) -> Network:

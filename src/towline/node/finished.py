@@ -112,5 +112,7 @@ def _metadata(active: ActiveSession) -> dict[str, object]:
     }
     if active.prepared is not None:
         known["harness_version"] = active.prepared.harness.version
+        if active.prepared.images:
+            known["images"] = dict(active.prepared.images)
         known["sandbox"] = active.prepared.runtime.name
     return known

@@ -24,6 +24,7 @@ from typing import Any
 
 from towline.common.text import slug
 from towline.config import NodeSettings
+from towline.config.images import ImageSettings
 from towline.engines.base import ContextExceeded, PauseMode
 from towline.errors import EngineError, TowlineError
 from towline.gateway.gateway import Gateway
@@ -128,6 +129,7 @@ class RolloutNode:
         installs: HarnessInstalls,
         cache: Path,
         *,
+        images: ImageSettings | None = None,
         changed: Callable[[Session], None] | None = None,
         stores_trajectories: bool = True,
     ):
@@ -140,7 +142,10 @@ class RolloutNode:
         self.active: dict[str, ActiveSession] = {}
         self._gateway = gateway
         self._components = NodeComponents(gateway, settings)
-        self._runtimes = SandboxRuntimes(settings, self.data / "sandboxes", cache, self._components.sandbox_created)
+        self._images = images or ImageSettings()
+        self._runtimes = SandboxRuntimes(
+            settings, self.data / "sandboxes", cache, self._components.sandbox_created, self._images
+        )
         self._components.open(self._runtimes)
         self._preparer = TaskPreparer(settings, self._runtimes, installs)
         self._pipeline = SessionPipeline(
@@ -261,7 +266,8 @@ class RolloutNode:
         if named is not None and (problem := await self._runtimes.problem(named)):
             problems.append(("environment.sandbox", f"{named.value} sandboxes do not work on this node: {problem}"))
         kind = named or self.settings.sandbox
-        problems += [("environment.root", reason) for reason in task_check.root_problems(task.environment, kind)]
+        reasons = task_check.root_problems(task.environment, kind, self._images.base, self.settings.bases)
+        problems += [("environment.root", reason) for reason in reasons]
         return problems
 
     def host_access(self, task: Task) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from towline.errors import ConfigError
 from towline.evaluators.registry import make_evaluator
 from towline.harnesses.base import Harness, LaunchContext
 from towline.harnesses.registry import find_harness
-from towline.schema import POLICY, Environment, Network, SandboxKind, Task
+from towline.sandboxes.images.oci.buildah import Buildah
+from towline.sandboxes.images.oci.references import names_image
+from towline.sandboxes.images.oci.store import HINT
+from towline.schema import POLICY, Environment, ImageBase, Network, SandboxKind, Task
 
 _ON_THE_NODE = ("harbor", "python")
 """Evaluators that read the node's files or run in its process."""
@@ -43,8 +47,13 @@ def task_problems(task: Task, defaults: SessionSettings, engines: Collection[str
         yield "environment.build", f"{environment.build} contains no Dockerfile"
 
 
-def root_problems(environment: Environment, sandbox: SandboxKind) -> Iterator[str]:
-    """Problems of an environment's root, for the runtime that it runs in."""
+def root_problems(
+    environment: Environment,
+    sandbox: SandboxKind,
+    base: ImageBase = ImageBase.REGISTRY,
+    bases: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Problems of an environment's root, for the runtime that it runs in. `base` and `bases` say what images are."""
     root = environment.root
     if sandbox is SandboxKind.PROCESS and root:
         yield "process sandboxes have no root of their own: use bubblewrap, docker or apptainer"
@@ -52,8 +61,13 @@ def root_problems(environment: Environment, sandbox: SandboxKind) -> Iterator[st
         yield "apptainer sandboxes need a root of their own: set a folder or a tar file"
     elif sandbox is SandboxKind.DOCKER and not root and not environment.build:
         yield "docker sandboxes need a root of their own: set an image, a folder or a tar file"
+    elif sandbox is not SandboxKind.DOCKER and names_image(root):
+        local = any(fnmatch.fnmatchcase(root, pattern) for pattern in bases or {})
+        missing = Buildah.missing()
+        if missing and not local and (environment.base or base) is ImageBase.REGISTRY:
+            yield f"{root!r} is an image, and this machine lacks {' and '.join(missing)} to pull it; install it, or {HINT}"
     elif root and (sandbox is not SandboxKind.DOCKER or root.startswith((".", "/", "~"))) and not Path(root).exists():
-        yield f"no root file system at {root!r} on this node; set a folder or a tar file"
+        yield f"no root file system at {root!r} on this node; set a folder, a tar file or an image"
 
 
 def _options(harness: Harness, task: Task) -> Iterator[tuple[str, str]]:

@@ -146,6 +146,7 @@ async def local_node(
             out,
             installs,
             installs.folder.parent,
+            images=settings.images,
             changed=changed,
             stores_trajectories=stores_trajectories,
         )

@@ -18,6 +18,7 @@ from towline.schema.early_stop import EarlyStop, MeanLength, SessionLength
 from towline.schema.entities import (
     Environment,
     File,
+    ImageBase,
     Network,
     Resources,
     Reward,
@@ -93,6 +94,7 @@ __all__ = [
     "Float32Array",
     "ForkReason",
     "Image",
+    "ImageBase",
     "Int32Array",
     "LogFormat",
     "MeanLength",

@@ -17,6 +17,15 @@ from towline.schema.base import Count, Id, Json, Model, Scores
 from towline.schema.vocabulary import EndReason, FailureReason, RewardStatus, SessionState
 
 
+class ImageBase(StrEnum):
+    """What the name of an image means where no container engine resolves it."""
+
+    REGISTRY = "registry"
+    """The image of that name, from its registry."""
+    HOST = "host"
+    """The host's own root."""
+
+
 class Network(StrEnum):
     """What can be reached from inside a sandbox."""
 
@@ -95,10 +104,11 @@ class Environment(Model):
 
     sandbox: SandboxKind | None = None
     root: str = ""
-    """The root file system. Empty: an allow-list of the host's own; else a folder, a tar file, or, for docker and apptainer,
-    the name of an image."""
+    """The root file system. Empty: an allow-list of the host's own; else a folder, a tar file or the name of an image."""
     build: str = ""
-    """A folder with a Dockerfile that is built on `root` before the sessions."""
+    """A folder with a Dockerfile that is built before the sessions: from the images that it names, or over `root` if set."""
+    base: ImageBase | None = None
+    """What the names of images mean in `root` and in the Dockerfile. Default: the node's `images.base`."""
     files: list[File] = Field(default_factory=list)
     setup: list[str] = Field(default_factory=list)
     """Shell commands run in the working folder after the files are copied; if one fails, the session fails."""

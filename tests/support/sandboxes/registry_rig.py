@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-import os
 import shutil
 import signal
 import socket
@@ -78,8 +78,10 @@ async def push(host: str, folder: Path, name: str, dockerfile: str, *, root: boo
         f"buildah push {policy} --digestfile tmp/digest {host}/{name} >&2 && cat tmp/digest; code=$?; rm -rf tmp/push; exit $code"
     )
     try:
-        with open(packed, "rb") as stdin:
-            return (await buildah.run(("sh", "-c", script), what="push", seconds=120, network=True, stdin=stdin)).strip()
+        with contextlib.closing(await asyncio.to_thread(open, packed, "rb")) as stdin:
+            return (
+                await buildah.run(("sh", "-c", script), what="push", seconds=120, network=True, stdin=stdin)
+            ).strip()
     finally:
         await buildah.empty()
 
@@ -95,4 +97,3 @@ def delete(host: str, name: str, digest: str) -> None:
     request = urllib.request.Request(f"http://{host}/v2/{name}/manifests/{digest}", method="DELETE")
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert answer.status == 202
-

@@ -67,6 +67,8 @@ def serialize_task(task: Task, field: str = "") -> SerializedTask:
     values = task.model_dump(mode="python")
     # A task that was stored before a field existed is the same task: such fields count where they are set.
     known = {name: value for name, value in values.items() if value or name not in _LATER}
+    if known["environment"]["base"] is None:
+        known["environment"] = {name: value for name, value in known["environment"].items() if name != "base"}
     try:
         canonical = orjson.dumps(known, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:

@@ -119,9 +119,8 @@ def _enter(
 
 
 def _bubblewrap_options(*, network: bool, auth: int) -> list[str]:
-    options = (
-        "--perms 0755 --dir /etc --die-with-parent --unshare-pid --unshare-ipc --unshare-uts --hostname build".split()
-    )
+    options = ["--die-with-parent", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--hostname", "build"]
+    options += ["--perms", "0755", "--dir", "/etc"]
     # The first process keeps its capabilities, so that no step of a build can enter its root.
     options.append("--as-pid-1")
     if not network:

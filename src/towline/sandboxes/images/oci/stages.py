@@ -46,6 +46,11 @@ class Stages:
         return list(dict.fromkeys(image for *_, image in self._uses if image != SCRATCH))
 
     @property
+    def scratch(self) -> list[str]:
+        """`scratch`, if a stage starts from nothing."""
+        return list({image for *_, image in self._uses if image == SCRATCH})
+
+    @property
     def count(self) -> int:
         return len(self._names)
 

@@ -117,6 +117,11 @@ class OciImages:
         on_line: OnLine | None = None,
     ) -> ImageRoot:
         """The root that the Dockerfile of a folder makes."""
+        if namespace.image_user_mapping().mapped == 1:
+            raise Unsupported(
+                "a Dockerfile needs more than one user id to build: install `uidmap` and give this user a range in "
+                "/etc/subuid and /etc/subgid"
+            )
         text, files = await asyncio.to_thread(_read, context)
         stages = Stages(text, args)
         bases = {}
