@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.cluster.slurm import PATIENCE, UID, SlurmCluster, slurm_cluster
-from towline.demo import tokenizer
+from towline.demo import tiny_model
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -43,11 +43,11 @@ def slurm() -> Iterator[SlurmCluster]:
         yield cluster
 
 
-def prepare(slurm: SlurmCluster, name: str, **cluster: Any) -> Path:
+def prepare(slurm: SlurmCluster, name: str, *, sessions: int = SESSIONS, **cluster: Any) -> Path:
     """A folder of the user with settings, model and tasks."""
     folder = slurm.home / name
-    (folder / "model").mkdir(parents=True)
-    tokenizer.write(folder / "model")
+    folder.mkdir()
+    tiny_model.create(folder / "model", seed=0, steps=1)
     (folder / "replies.py").write_text(SCRIPT)
     task = {
         "instruction": "Write 42 into answer.txt.",
@@ -55,7 +55,7 @@ def prepare(slurm: SlurmCluster, name: str, **cluster: Any) -> Path:
         "harness_options": {"command": ["python3", "-c", AGENT]},
         "evaluator": {"kind": "command", "command": 'test "$(cat answer.txt)" = 42'},
     }
-    lines = [json.dumps(task | {"task_id": f"t{number}", "num_samples": 5}) for number in range(SESSIONS // 5)]
+    lines = [json.dumps(task | {"task_id": f"t{number}", "num_samples": 5}) for number in range(sessions // 5)]
     (folder / "tasks.jsonl").write_text("\n".join(lines))
     settings = {
         "engine.kind": "scripted",
@@ -68,10 +68,17 @@ def prepare(slurm: SlurmCluster, name: str, **cluster: Any) -> Path:
         "cluster.slurm.options": [f"--comment={COMMENT}"],
         **cluster,
     }
-    (folder / "towline.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    (folder / "towline.toml").write_text("".join(f"{key} = {toml(value)}\n" for key, value in settings.items()))
     for path in [folder, *folder.rglob("*")]:
         os.chown(path, UID, UID)
     return folder
+
+
+def toml(value: Any) -> str:
+    """JSON is TOML, but for tables."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {toml(one)}" for name, one in value.items()) + "}"
+    return json.dumps(value)
 
 
 def said(slurm: SlurmCluster, *words: str, folder: Path, seconds: float = PATIENCE, **variables: str) -> Any:
@@ -128,3 +135,18 @@ def test_a_job_of_an_ordinary_user_runs_fifty_sessions(slurm: SlurmCluster) -> N
     assert "the server ended with status 0" in log or "cancelled" in log
     assert not list(folder.rglob("pwned"))
     assert service["TOWLINE_KEY"] not in rendered + log
+
+
+def test_model_servers_are_another_part_of_the_job(slurm: SlurmCluster) -> None:
+    program = f"{slurm.place}/repository/tests/support/cluster/model_server.py"
+    engine = {"command": [slurm.python, program], "replicas": 2, "gpus": 0}
+    sampling = {"session.sampling.max_tokens": 16}
+    folder = prepare(slurm, "engines", sessions=10, **{"cluster.engine": engine, "cluster.arguments": [], **sampling})
+    said(slurm, "cluster", "up", folder=folder)
+    status = listening(slurm, folder)
+    service = {"TOWLINE_URL": status["url"], "TOWLINE_KEY": Path(status["key"]).read_text().strip()}
+    tasks = said(slurm, "submit", "tasks.jsonl", "--wait", folder=folder, seconds=600, **service)
+    assert [(one["state"], one["usable"]) for one in tasks] == [("done", 5)] * 2
+    said(slurm, "cluster", "down", folder=folder)
+    log = Path(status["log"]).read_text()
+    assert sorted(line for line in log.splitlines() if line.startswith("serving")) == ["serving on n2", "serving on n3"]
