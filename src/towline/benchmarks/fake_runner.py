@@ -232,7 +232,8 @@ class FakeRunner:
         return SessionLog(data[-most:], max(0, len(data) - most), sorted(logs))
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"name": self.name, "capacity": self.capacity, "active": len(self._active)}]
+        sessions = [{"session_id": name, "turns": 1} for name in self._active]
+        return [{"name": self.name, "capacity": self.capacity, "active": len(self._active), "sessions": sessions}]
 
     async def pause(self, mode: PauseMode, deadline: float | None) -> None:
         self.paused = True

@@ -17,16 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from towline.cli import options, terminal
+from towline.cli.run import early_stop_lines
 from towline.cli.tasks import UNNAMED, load_tasks
-from towline.client import Client
+from towline.client import Client, NotFound
 from towline.common.text import visible
 from towline.errors import ConfigError
-from towline.schema import FailureReason, Policy, SessionState, Task, TaskState, TaskStatus, unusable_reason
+from towline.schema import FailureReason, SessionState, SlowSession, Task, TaskState, unusable_reason
 
 _PATIENCE = 10.0
 """Seconds to wait for a service that does not answer."""
 _SHOWN = 20
 """Maximum number of tasks in the live table."""
+_SLOWEST = 10
+"""Maximum number of slow sessions there."""
 
 Url = Annotated[str | None, typer.Option(envvar="TOWLINE_URL", help="URL of the service. Default: 127.0.0.1:8600.")]
 Key = Annotated[
@@ -93,14 +96,13 @@ def status(
             print(json.dumps(_overview(client)))
             return
         if once or not console.is_terminal:
-            console.print(_table(client.health(), client.policy(), client.nodes(), client.tasks()))
+            console.print(_table(client))
             return
         try:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
                     began = time.monotonic()
-                    shown = _table(client.health(), client.policy(), client.nodes(), client.tasks())
-                    live.update(shown, refresh=True)
+                    live.update(_table(client), refresh=True)
                     # Polling backs off: listing very many tasks is expensive.
                     time.sleep(max(1.0, 5 * (time.monotonic() - began)))
         except KeyboardInterrupt:
@@ -224,8 +226,17 @@ def _overview(client: Client) -> dict[str, Any]:
             "asked": sum(one.num_samples for one in found),
             "finished": sum(one.finished for one in found),
             "usable": sum(one.usable for one in found),
+            "cut": sum(one.cut for one in found),
         },
+        "slowest": [one.model_dump(mode="json") for one in _slowest(client)],
     }
+
+
+def _slowest(client: Client) -> list[SlowSession]:
+    try:
+        return client.stragglers(_SLOWEST)
+    except NotFound:  # an older service
+        return []
 
 
 def _tasks(client: Client, ids: list[str], console: Console, as_json: bool) -> None:
@@ -237,6 +248,10 @@ def _tasks(client: Client, ids: list[str], console: Console, as_json: bool) -> N
         console.print(
             f"[bold]{terminal.escape_markup(one.task_id)}[/] {one.state}, {one.usable} usable of {one.num_samples}"
         )
+        if one.grace_until is not None:
+            console.print(f"In its grace period for another {max(0.0, one.grace_until - time.time()):.0f} s")
+        for text in early_stop_lines(one.early_stop):
+            console.print(text, highlight=False)
         table = Table("session", "sample", "attempt", "state", "ended", "error", box=None, pad_edge=False)
         for session in one.attempts or one.sessions:
             row = (session.session_id, str(session.sample), str(session.attempt), session.state.value)
@@ -245,9 +260,9 @@ def _tasks(client: Client, ids: list[str], console: Console, as_json: bool) -> N
         console.print(table)
 
 
-def _table(
-    health: dict[str, Any], policy: Policy, nodes: list[dict[str, Any]], tasks: list[TaskStatus]
-) -> RenderableType:
+def _table(client: Client) -> RenderableType:
+    health, policy, nodes, tasks = client.health(), client.policy(), client.nodes(), client.tasks()
+    slowest = _slowest(client)
     states = Counter(one.state for one in tasks)
     asked, finished = sum(one.num_samples for one in tasks), sum(one.finished for one in tasks)
     head = Text().append("policy ", "dim").append(f"version {policy.version}", "bold")
@@ -255,6 +270,8 @@ def _table(
     for state in TaskState:
         head.append(f"{state} ", "dim").append(f"{states[state]}  ", "bold" if states[state] else "dim")
     head.append("  sessions ", "dim").append(f"{finished} of {asked}", "bold")
+    if cut := sum(one.cut for one in tasks):
+        head.append("  stopped early ", "dim").append(str(cut), "bold")
     parts: list[RenderableType] = [head]
     if health.get("status") != "ok":
         reasons = [str(health["error"])] if health.get("error") else list(map(str, health.get("reasons", [])))
@@ -276,7 +293,27 @@ def _table(
         table.add_row(*row)
     if len(tasks) > _SHOWN:
         table.add_row(f"and {len(tasks) - _SHOWN} more", "", "", "", "")
-    return Group(*parts, table)
+    return Group(*parts, table, *([_slowest_table(slowest)] if slowest else []))
+
+
+def _slowest_table(sessions: list[SlowSession]) -> Table:
+    """The slowest sessions; stragglers are marked."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("slowest session", "task", "stage", "seconds", "turns", "median", ""):
+        table.add_column(name, overflow="fold", justify="right" if name in ("seconds", "turns", "median") else "left")
+    for one in sessions:
+        median = "-" if one.median_seconds is None else f"{one.median_seconds:.1f}"
+        note = f"of {one.compared_with}" if one.compared_with else ""
+        table.add_row(
+            Text(one.session_id),
+            Text(visible(one.task_id)),
+            one.state.value,
+            f"{one.seconds:.0f}",
+            "-" if one.turns is None else str(one.turns),
+            median,
+            Text(f"straggler: over 3x the median {note}", "bold red") if one.straggler else Text(note, "dim"),
+        )
+    return table
 
 
 def _short(value: Any, most: int = 120) -> str:

@@ -25,6 +25,7 @@ from towline.schema import (
     Results,
     Session,
     SessionState,
+    SlowSession,
     Stale,
     Start,
     TaskState,
@@ -273,6 +274,10 @@ class AsyncClient:
 
     async def nodes(self) -> list[dict[str, Any]]:
         return await self._do(calls.nodes())
+
+    async def stragglers(self, limit: int = 20) -> list[SlowSession]:
+        """The slowest of the sessions that are being worked on, compared with finished ones; stragglers first."""
+        return await self._do(calls.stragglers(limit))
 
     async def health(self) -> dict[str, Any]:
         return await self._do(calls.health())

@@ -30,6 +30,7 @@ from towline.schema import (
     SchemaError,
     Session,
     SessionState,
+    SlowSession,
     Stale,
     Start,
     Task,
@@ -243,6 +244,10 @@ def pacing() -> ApiCall[Pacing]:
 
 def nodes() -> ApiCall[list[dict[str, Any]]]:
     return ApiCall("GET", "/v1/nodes", _reads(list[dict[str, Any]]))
+
+
+def stragglers(limit: int) -> ApiCall[list[SlowSession]]:
+    return ApiCall("GET", "/v1/stragglers", _reads(list[SlowSession]), params=_given(limit=limit))
 
 
 def health() -> ApiCall[dict[str, Any]]:

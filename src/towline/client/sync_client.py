@@ -27,6 +27,7 @@ from towline.schema import (
     Results,
     Session,
     SessionState,
+    SlowSession,
     Stale,
     Start,
     TaskState,
@@ -280,6 +281,10 @@ class Client:
 
     def nodes(self) -> list[dict[str, Any]]:
         return self._do(calls.nodes())
+
+    def stragglers(self, limit: int = 20) -> list[SlowSession]:
+        """The slowest of the sessions that are being worked on, compared with finished ones; stragglers first."""
+        return self._do(calls.stragglers(limit))
 
     def health(self) -> dict[str, Any]:
         return self._do(calls.health())

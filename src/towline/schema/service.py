@@ -15,7 +15,7 @@ from towline.schema.base import Count, Id, Json, Model
 from towline.schema.early_stop import EarlyStop
 from towline.schema.entities import Session
 from towline.schema.outcomes import SessionSummary
-from towline.schema.vocabulary import FailureReason
+from towline.schema.vocabulary import FailureReason, SessionState
 
 
 class Unit(StrEnum):
@@ -223,6 +223,35 @@ class Pacing(Model):
     idle_slot_seconds: float
     """Slot seconds left empty by pacing while sessions waited, since the server started."""
     consumers: list[ConsumerPace]
+
+
+class Compared(StrEnum):
+    """Which finished sessions a running one is compared with."""
+
+    SIBLINGS = "siblings"
+    """Those of its own task."""
+    ALL = "all"
+    """Those that finished last since the server started, of any task."""
+
+
+class SlowSession(Model):
+    """A session that is being worked on, and how its time in the stage compares."""
+
+    session_id: Id
+    task_id: Id
+    sample: Count
+    attempt: int
+    state: SessionState
+    """Its stage."""
+    seconds: float
+    """Time in the stage so far."""
+    turns: Count | None = None
+    """Turns so far; `None` if its node does not say."""
+    median_seconds: float | None = None
+    """Median time of finished sessions in this stage; `None` if too few have finished."""
+    compared_with: Compared | None = None
+    straggler: bool = False
+    """Whether `seconds` is more than 3 times the median."""
 
 
 class Policy(Model):

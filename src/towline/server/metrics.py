@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summ
 from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SessionState, Trajectory
 from towline.server.pacing.pacer import Pacer
 from towline.server.scheduling.ending import SessionEnd
+from towline.server.scheduling.stragglers import StageDurations
 from towline.server.store.queries import ConsumerLag
 
 _LENGTHS = {"turns": "Turns", "trained_tokens": "Trained tokens", "seconds": "Run seconds"}
@@ -21,6 +22,7 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        self.durations = StageDurations()
         self.tasks = Counter("towline_tasks_accepted", "Accepted new tasks", registry=registry)
         self.refused = Counter(
             "towline_submissions_refused", "Submissions rejected because the queue was full", registry=registry
@@ -100,6 +102,7 @@ class ServerMetrics:
 
     def session(self, trajectory: Trajectory) -> None:
         """Count the stages, turns and tokens of an ended session."""
+        self.durations.add(trajectory)
         for stage, seconds in trajectory.timings.items():
             self.stage_seconds.labels(stage).observe(seconds)
         self.turns.inc(len(trajectory.turns))

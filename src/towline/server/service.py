@@ -15,7 +15,7 @@ from towline.cluster.runner import Runner
 from towline.common.background import BackgroundTasks
 from towline.common.clock import SYSTEM_CLOCK, Clock
 from towline.config import ServerSettings
-from towline.schema import Accepted, Acked, Results, Task, TaskStatus, Unit
+from towline.schema import Accepted, Acked, Results, SlowSession, Task, TaskStatus, Unit
 from towline.server.api.auth import Caller, KeyStore, is_loopback
 from towline.server.delivery.callbacks import Callbacks
 from towline.server.delivery.leases import LeaseManager, LeaseRequest
@@ -30,6 +30,7 @@ from towline.server.scheduling.end_sessions import Effects, EndSessions
 from towline.server.scheduling.grace import GracePeriods
 from towline.server.scheduling.queue import admit
 from towline.server.scheduling.scheduler import SessionScheduler
+from towline.server.scheduling.stragglers import slowest_sessions
 from towline.server.store import ownership, queries
 from towline.server.store.database import Outage, Store, database_url
 from towline.server.store.repair import repair_rows
@@ -273,6 +274,11 @@ class Service:
             "paused": self.policy.now.paused,
             "seconds": round(self.clock.now() - self.started, 1),
         }
+
+    async def slowest(self, limit: int) -> list[SlowSession]:
+        """The slowest of the sessions that are being worked on, stragglers first."""
+        active = list(self.scheduler.stages.reached.values())
+        return await slowest_sessions(self.store, active, self.metrics.durations, self.runner.nodes(), limit)
 
     async def metrics_text(self) -> bytes:
         metrics = self.metrics

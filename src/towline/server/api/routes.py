@@ -26,6 +26,7 @@ from towline.schema import (
     SchemaError,
     Session,
     SessionState,
+    SlowSession,
     Stale,
     Start,
     Task,
@@ -398,6 +399,14 @@ async def update_weights(weights: WeightsUpdate, service: ServiceDep, caller: Ad
 @router.get("/nodes", tags=["service"])
 async def list_nodes(service: ServiceDep, caller: Reader) -> list[dict[str, Any]]:
     return service.runner.nodes()
+
+
+@router.get("/stragglers", tags=["service"])
+async def list_stragglers(
+    service: ServiceDep, caller: Reader, limit: Annotated[int, Query(ge=1, le=1000)] = 20
+) -> list[SlowSession]:
+    """List the slowest of the sessions that are being worked on, compared with finished ones; stragglers first."""
+    return await service.slowest(limit)
 
 
 @router.get("/keys", tags=["service"])

@@ -33,17 +33,18 @@ class StageWriter:
         self.happened = happened
         self._steps: dict[str, list[Session]] = {}
         """Stages that are not written yet, by session."""
-        self._last: dict[str, SessionState] = {}
+        self.reached: dict[str, Session] = {}
+        """Active sessions as they were when they reached their last stage."""
         self._writing = asyncio.Lock()
 
     def changed(self, session: Session) -> None:
         """Record that a session reached a stage."""
         if not session.state.terminal and session.state is not SessionState.QUEUED:
             self._steps.setdefault(session.session_id, []).append(session)
-            self._last[session.session_id] = session.state
+            self.reached[session.session_id] = session
 
     def last(self, session_id: str) -> SessionState:
-        return self._last.get(session_id, SessionState.QUEUED)
+        return self.reached[session_id].state if session_id in self.reached else SessionState.QUEUED
 
     async def take(self, session_id: str) -> list[tuple[str, dict[str, Any]]]:
         """Remove and return the events of the session's unwritten stages; the end of the session writes them."""
@@ -54,7 +55,7 @@ class StageWriter:
 
     def forget(self, session_id: str) -> None:
         self._steps.pop(session_id, None)
-        self._last.pop(session_id, None)
+        self.reached.pop(session_id, None)
 
     async def run(self) -> None:
         while True:
