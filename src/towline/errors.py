@@ -168,3 +168,11 @@ class EngineError(TowlineError):
 
 class FidelityError(TowlineError):
     """The exactness invariant is violated. Never caught, and never downgraded to a warning."""
+
+
+class StoreError(TowlineError):
+    """The store cannot be opened or is not what it should be; the operator has to act."""
+
+
+class DamagedData(StoreError):
+    """A segment is not what its row says."""

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from support.server.server_rig import Rig, rig, task, until_idle
-from towline.benchmarks.fake_runner import FakeOutcome, FakeRunner
+from towline.benchmarks.fake_runner import FakeRunner
+from towline.cluster.runner import SessionOutcome
 from towline.schema import Pacing, Result, Session, Task
 from towline.server.pacing import pacer
 
@@ -26,7 +27,7 @@ class Held(FakeRunner):
         """In the order their first sessions came."""
         self._ends: dict[str, asyncio.Event] = {}
 
-    def submit(self, task: Task, session: Session) -> Awaitable[FakeOutcome]:
+    def submit(self, task: Task, session: Session) -> Awaitable[SessionOutcome]:
         if task.task_id not in self.tasks:
             self.tasks.append(task.task_id)
         return super().submit(task, session)

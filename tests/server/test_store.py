@@ -18,11 +18,10 @@ from support.server.postgres import Postgres
 from support.server.server_rig import rig, row_of, task
 from towline.benchmarks.fake_runner import FakeRunner
 from towline.config import ServerSettings
-from towline.errors import ConfigError
+from towline.errors import ConfigError, StoreError
 from towline.schema import Unit
 from towline.server.api.app import serving
 from towline.server.delivery.leases import LeaseManager, LeaseRequest
-from towline.server.errors import StoreError
 from towline.server.store import tables
 from towline.server.store.database import Store, database_url
 from towline.server.store.migrations import revisions, upgrade

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 from support.server.postgres import Postgres
 from support.server.server_rig import rig, task
 from towline.cli.store import app
-from towline.errors import ConfigError
+from towline.errors import ConfigError, StoreError
 from towline.schema import Trajectory
-from towline.server.errors import StoreError
 from towline.server.store import maintenance, ownership, tables
 from towline.server.store.database import Store, database_url
 from towline.server.store.tables import get_meta

@@ -22,12 +22,12 @@ from support.server.postgres import Postgres
 from support.server.server_rig import Caller, Rig, rig, task
 from towline.cli import service as export
 from towline.client import AsyncClient, Client, Delivered
+from towline.cluster.segments import MARKER, SCHEMA, Segments, SegmentSlice
 from towline.errors import ConfigError
 from towline.schema import Result, Trajectory
 from towline.schema.files import VERSION_KEY, dump_json
 from towline.server.store import tables
 from towline.server.store.database import Store, database_url
-from towline.server.store.segments import MARKER, SCHEMA, Segments, SegmentSlice
 
 
 async def readable(caller: Caller, results: list[Result]) -> None:

@@ -11,15 +11,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prometheus_client import Metric
 
-from towline.cluster.runner import InvalidTask, LogNotFound, NodeLost, SessionLog
+from towline.cluster.ended import EndedTrajectories
+from towline.cluster.runner import (
+    InvalidTask,
+    LogNotFound,
+    NodeLost,
+    SessionLog,
+    SessionOutcome,
+    Stored,
+    StoreRequest,
+)
+from towline.cluster.segments import Segments
 from towline.engines.base import PauseMode
 from towline.errors import EngineError
 from towline.schema import (
@@ -42,14 +52,6 @@ _PROMPT, _SAMPLED = 24, 16
 """Prompt and sampled tokens of a session."""
 ENGINE = "engine:policy"
 _OPTIONS = {"seconds", "fail", "reason", "lose", "hopeless", "empty", "hang", "outage"}
-
-
-@dataclass(slots=True)
-class FakeOutcome:
-    session: Session
-    trajectory: Trajectory
-    hopeless: bool = False
-    blameless: bool = False
 
 
 class FakeRunner:
@@ -84,6 +86,7 @@ class FakeRunner:
         self._began: dict[str, float] = {}
         self._reasons: dict[str, EndReason] = {}
         """End reasons of cancelled sessions."""
+        self._ended_trajectories = EndedTrajectories()
 
     # Circuit breakers
 
@@ -128,16 +131,29 @@ class FakeRunner:
     def host_access(self, task: Task) -> list[str]:
         return ["environment.sandbox"] if task.environment.sandbox is SandboxKind.PROCESS else []
 
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self._active)
+
+    def watch_room(self, changed: Callable[[], None]) -> None:
+        """Its capacity is constant."""
+
+    async def use_store(self, segments: Segments, epoch: int) -> None:
+        self._ended_trajectories.segments = segments
+
+    async def metrics(self) -> Iterable[Metric]:
+        return ()
+
     def watch_sessions(self, changed: Callable[[Session], None]) -> None:
         self.changed = changed
 
-    def submit(self, task: Task, session: Session) -> Awaitable[FakeOutcome]:
+    def submit(self, task: Task, session: Session) -> Awaitable[SessionOutcome]:
         self._active[session.session_id] = asyncio.Event()
         self.started.append(session.session_id)
         self.most = max(self.most, len(self._active))
         return self._run(task, session)
 
-    async def _run(self, task: Task, session: Session) -> FakeOutcome:
+    async def _run(self, task: Task, session: Session) -> SessionOutcome:
         options = {name: _of(value, session.sample) for name, value in task.harness_options.items()}
         cancelled = self._active[session.session_id]
         version = self.version  # of its first token, which determines its staleness
@@ -192,7 +208,7 @@ class FakeRunner:
         *,
         failure: FailureReason | None = None,
         empty: bool = False,
-    ) -> FakeOutcome:
+    ) -> SessionOutcome:
         error = self.error if state is SessionState.FAILED else "nothing was sampled" if empty else None
         session = session.advance(state, at=time.time(), end_reason=end, error=error, failure=failure)
         full = state is SessionState.DONE and not empty
@@ -204,7 +220,8 @@ class FakeRunner:
             self._engine_failed(POLICY, failure)
         if failure is FailureReason.ENGINE:
             trajectory = trajectory.model_copy(update={"metadata": {"notes": ["the engine answered: 500"]}})
-        return FakeOutcome(session, trajectory)
+        self._ended_trajectories.add(trajectory)
+        return SessionOutcome.of(session, trajectory, lost=self.trouble if state is SessionState.FAILED else "")
 
     def cancel(self, session_id: str, reason: EndReason = EndReason.CANCELLED) -> None:
         if session_id in self._active:
@@ -214,12 +231,18 @@ class FakeRunner:
     def forget(self, task_id: str) -> None:
         self.forgotten.append(task_id)
 
-    async def recover(self, lost: Collection[str]) -> AsyncIterator[Trajectory]:
+    async def adopt(self, session_ids: Collection[str]) -> Mapping[str, Awaitable[SessionOutcome]]:
+        return {}
+
+    async def recover(self, lost: Collection[str]) -> AsyncIterator[SessionOutcome]:
         for _ in ():
             yield _
 
+    async def store(self, requests: Sequence[StoreRequest]) -> list[Stored]:
+        return await self._ended_trajectories.store(requests)
+
     async def discard(self, session_id: str) -> None:
-        return None
+        self._ended_trajectories.discard(session_id)
 
     async def erase(self, session_ids: Collection[str]) -> None:
         self.erased.update(session_ids)

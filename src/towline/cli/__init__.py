@@ -18,6 +18,7 @@ from towline.cli import (
     gateway,
     generate,
     harness,
+    node_host,
     run,
     serve,
     service,
@@ -45,6 +46,7 @@ app.command()(trace.trace)
 app.add_typer(harness.app, name="harness")
 app.command()(doctor.doctor)
 app.add_typer(serve.app, name="serve")
+app.command("node-host", hidden=True)(node_host.node_host)
 app.add_typer(store.app, name="store")
 app.add_typer(cluster.app, name="cluster")
 for command in (service.submit, service.status, service.sessions, service.log, service.tail, service.cancel):

@@ -1,4 +1,4 @@
-"""`towline serve`: the rollout service in one process. `towline serve keys`: its API keys."""
+"""`towline serve`: the rollout service and its node hosts. `towline serve keys`: its API keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ from towline.config import Settings
 from towline.schema import Role
 
 if TYPE_CHECKING:
-    from towline.gateway.gateway import Gateway
     from towline.server.api.auth import KeyStore
 
 app = typer.Typer(invoke_without_command=True, help="Serve rollouts over HTTP, or manage the keys of the service.")
@@ -50,11 +48,14 @@ def serve(
     policy: options.Policy = None,
     temperature: options.Temperature = None,
     max_tokens: options.MaxTokens = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Node host processes; --concurrency is per node. Default: 1.", min=1)
+    ] = None,
     log_format: options.LogFormatName = None,
     config: options.Config = None,
     as_json: options.Json = False,
 ) -> None:
-    """Serve rollouts: API, scheduler, node and gateway in one process.
+    """Serve rollouts: API and scheduler in this process, nodes with their gateways in child processes.
 
     Without options it serves the tiny model on the embedded engine. Set `TOWLINE_SERVER__DATABASE` to store in
     PostgreSQL. Ctrl-C stops it: running sessions end, or run again at the next start. A second Ctrl-C exits at once;
@@ -63,9 +64,9 @@ def serve(
     if context.invoked_subcommand is not None:
         return
     console = terminal.console(as_json)
-    settings = _settings(
+    settings = Settings.load(
         config,
-        server={"host": host, "port": port, "data": data},
+        server={"host": host, "port": port, "data": data, "nodes": nodes},
         model={"folder": model},
         engine=engines.engine_overrides(engine, upstream, upstream_model),
         session=options.session_overrides(policy, temperature, max_tokens),
@@ -73,26 +74,17 @@ def serve(
         log={"format": log_format},
     )
     terminal.configure_logging(console, settings.log.format)
-    # The engine computes in its own thread next to a busy event loop; a short interval keeps it from waiting for the GIL.
-    sys.setswitchinterval(0.0005)
-    gateway, _ = engines.make_gateway(settings, console, script)
-    terminal.run_async(_serve(gateway, settings, console, as_json))
+    terminal.run_async(_serve(settings, console, as_json, script))
 
 
-def _settings(config: Path | None, **overrides: dict[str, Any]) -> Settings:
-    """Settings with the gateway on free ports, as only local sandboxes reach it, and everything in one data folder."""
-    settings = Settings.load(config, **overrides)
-    gateway = settings.gateway.model_copy(update={"port": 0, "control_port": 0, "data": settings.server.data})
-    return settings.model_copy(update={"gateway": gateway})
-
-
-async def _serve(gateway: Gateway, settings: Settings, console: Console, as_json: bool) -> None:
-    from towline.cluster.local import NodeRunner
+async def _serve(settings: Settings, console: Console, as_json: bool, script: Path | None) -> None:
+    from towline.cluster.child_hosts import ChildHosts
+    from towline.cluster.fleet import Fleet
     from towline.common.gc_tuning import gc_tuning
-    from towline.engines.pool import EnginePool
-    from towline.runs import run as rollout
     from towline.server.api.app import serving
 
+    provider = ChildHosts(settings, settings.server.data, count=settings.server.nodes, script=script)
+    fleet = Fleet(provider, sandbox=settings.node.sandbox, shared_engine=settings.engine.kind in engines.REMOTE)
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -104,20 +96,15 @@ async def _serve(gateway: Gateway, settings: Settings, console: Console, as_json
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, on_signal)
-    async with (
-        rollout.local_node(gateway, settings, settings.server.data, stores_trajectories=False) as node,
-        serving(settings.server, NodeRunner(node)) as running,
-    ):
-        if isinstance(gateway.engine, EnginePool):
-            running.service.metrics.registry.register(gateway.engine)
+    async with serving(settings.server, fleet) as running:
         keyed = await running.service.keys.exist()
         problems = running.service.problems
         if as_json:
             fields = {"url": running.url, "keys": keyed, "data": str(settings.server.data), "problems": problems}
             print(json.dumps(fields), flush=True)
         else:
-            info = gateway.engine.info
-            console.print(f"[bold]Towline[/] · {gateway.model} · {info.name} ({info.capture})")
+            facts = fleet.facts()
+            console.print(f"[bold]Towline[/] · {facts['model']} · {facts['engine']} ({facts['capture']})")
             console.print(f"  service    {running.url}   (API: {running.url}/docs)")
             console.print(f"  keys       {'required' if keyed else 'none: unauthenticated access'}")
             for problem in problems:

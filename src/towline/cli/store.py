@@ -17,8 +17,8 @@ from towline.config import ServerSettings, Settings
 from towline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from towline.cluster.segments import Segments
     from towline.server.store.database import Store
-    from towline.server.store.segments import Segments
 
 app = typer.Typer(no_args_is_help=True, help="Verify or move the stored data of a service.")
 _SHOWN = 20
@@ -82,9 +82,9 @@ def move(
     Everything is copied and verified before the store switches over, and nothing is deleted at the old place; consumers,
     leases and keys move too. Run it again if it was interrupted. Afterwards set `server.database` and `server.segments`.
     """
+    from towline.cluster.segments import Segments
     from towline.server.store import maintenance
     from towline.server.store.database import Store, database_url
-    from towline.server.store.segments import Segments
 
     if to_database is None and to_segments is None:
         raise ConfigError("no target; give --to-database URL, --to-segments LOCATION, or both")
@@ -129,9 +129,9 @@ def move(
 @contextlib.asynccontextmanager
 async def _opened(settings: ServerSettings, *, serving: bool) -> AsyncIterator[tuple[Store, Segments]]:
     """The store of a data folder and its segments; with `serving`, for exclusive use."""
+    from towline.cluster.segments import Segments
     from towline.server.store import ownership
     from towline.server.store.database import Store, database_url
-    from towline.server.store.segments import Segments
     from towline.server.store.tables import get_meta
 
     url = database_url(settings.database, settings.data)

@@ -1,30 +1,38 @@
-"""The in-process runner: one node with its gateway in the server's own process."""
+"""`NodeRunner`: one node with its gateway in this process. A node host wraps one; benchmarks and tests use it directly."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from towline.cluster.runner import InvalidTask, LogNotFound, SessionLog, SessionOutcome
+from prometheus_client import Metric
+
+from towline.cluster.ended import EndedTrajectories
+from towline.cluster.runner import InvalidTask, LogNotFound, SessionLog, SessionOutcome, Stored, StoreRequest
+from towline.cluster.segments import Segments
 from towline.engines.base import PauseMode
 from towline.node.node import RolloutNode
-from towline.schema import BreakerStatus, EndReason, FailureReason, Session, Task, Trajectory
+from towline.schema import BreakerStatus, EndReason, FailureReason, Session, SessionState, Task
 
 
 class NodeRunner:
     """Runs sessions on one node. The caller that created the node closes it."""
 
-    name = "local"
-
-    def __init__(self, node: RolloutNode):
+    def __init__(self, node: RolloutNode, name: str = "local"):
+        self.name = name
         self.node = node
+        self._ended = EndedTrajectories()
 
     @property
     def capacity(self) -> int:
         return self.node.capacity
+
+    @property
+    def room(self) -> int:
+        return self.node.capacity - len(self.node.active)
 
     @property
     def version(self) -> int:
@@ -36,6 +44,12 @@ class NodeRunner:
 
     def watch_sessions(self, changed: Callable[[Session], None]) -> None:
         self.node.changed = changed
+
+    def watch_room(self, changed: Callable[[], None]) -> None:
+        """The capacity of a node is constant."""
+
+    async def use_store(self, segments: Segments, epoch: int) -> None:
+        self._ended.segments = segments
 
     # Circuit breakers
 
@@ -64,19 +78,47 @@ class NodeRunner:
     def host_access(self, task: Task) -> list[str]:
         return self.node.host_access(task)
 
+    def forget(self, task_id: str) -> None:
+        self.node.forget_task(task_id)
+
     def submit(self, task: Task, session: Session) -> Awaitable[SessionOutcome]:
-        return self.node.submit(task, session)
+        return self._outcome(self.node.submit(task, session.model_copy(update={"node": self.name})))
+
+    async def _outcome(self, running: asyncio.Task[Any]) -> SessionOutcome:
+        finished = await running
+        self._ended.add(finished.trajectory)
+        trouble = self.trouble if finished.session.state is SessionState.FAILED else ""
+        return SessionOutcome.of(
+            finished.session,
+            finished.trajectory,
+            hopeless=finished.hopeless,
+            blameless=finished.blameless,
+            lost=trouble,
+        )
 
     def cancel(self, session_id: str, reason: EndReason = EndReason.CANCELLED) -> None:
         self.node.cancel(session_id, reason)
 
-    def forget(self, task_id: str) -> None:
-        self.node.forget_task(task_id)
+    async def adopt(self, session_ids: Collection[str]) -> Mapping[str, Awaitable[SessionOutcome]]:
+        return {}
 
-    def recover(self, lost: Collection[str]) -> AsyncIterator[Trajectory]:
-        return self.node.recover(lost)
+    async def recover(self, lost: Collection[str]) -> AsyncIterator[SessionOutcome]:
+        async for trajectory in self.node.recover(lost):
+            self._ended.add(trajectory)
+            session = Session(
+                session_id=trajectory.session_id,
+                task_id=trajectory.group_id,
+                state=SessionState.LOST,
+                failure=FailureReason.NODE,
+                created=trajectory.created,
+            )
+            yield SessionOutcome.of(session, trajectory)
+
+    async def store(self, requests: Sequence[StoreRequest]) -> list[Stored]:
+        return await self._ended.store(requests)
 
     async def discard(self, session_id: str) -> None:
+        self._ended.discard(session_id)
         await self.node.discard(session_id)
 
     async def erase(self, session_ids: Collection[str]) -> None:
@@ -89,6 +131,9 @@ class NodeRunner:
 
     def nodes(self) -> list[dict[str, Any]]:
         return [{"name": self.name, **self.node.status()}]
+
+    async def metrics(self) -> Iterable[Metric]:
+        return self.node.engine_metrics()
 
     async def pause(self, mode: PauseMode, deadline: float | None) -> None:
         await self.node.pause(mode, deadline)

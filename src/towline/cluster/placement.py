@@ -231,6 +231,13 @@ class Placement:
         self._changed(node)
         return node.offer.name
 
+    def book(self, session_id: str, name: str) -> None:
+        """Record a session that already runs on a node, whether or not that has room."""
+        node = self._nodes[name]
+        node.sessions.add(session_id)
+        self._of[session_id] = node
+        self._changed(node)
+
     def started(self, session_id: str) -> None:
         """Record that a session has left INIT."""
         node = self._of.get(session_id)

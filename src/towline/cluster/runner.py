@@ -1,19 +1,36 @@
-"""`Runner`: what the server needs to run sessions, on one node in this process or on many machines.
+"""`Runner`: what the server needs to run sessions, in this process or on many node hosts.
 
-A runner takes a session and returns how it ended. The server does not rely on anything that a runner keeps over a crash:
-`recover` is called once at the start, and ends what was still running.
+A runner takes a session and returns how it ended: a summary, never the text of an agent. The trajectory stays with the
+runner until the server asks to `store` it as a segment; then only its place travels. The server does not rely on anything
+that a runner keeps over a crash: at the start it takes over what still runs (`adopt`) and ends everything else (`recover`).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from prometheus_client import Metric
+
+from towline.cluster.segments import Segments, SegmentSlice
 from towline.engines.base import PauseMode
 from towline.errors import TowlineError
-from towline.schema import BreakerStatus, EndReason, FailureReason, Session, Task, Trajectory
+from towline.schema import (
+    BreakerStatus,
+    EndReason,
+    FailureReason,
+    SchemaError,
+    Session,
+    SessionState,
+    SessionSummary,
+    Task,
+    Trajectory,
+)
+
+_NOTES, _NOTE_CHARS = 20, 1000
+"""Maximum number of notes of a session in its outcome, and their maximum length."""
 
 
 class NodeLost(TowlineError):
@@ -27,6 +44,22 @@ class NodeLost(TowlineError):
         """How many sessions the node was running."""
 
 
+class InvalidTask(TowlineError):
+    """A task that can never run; `field` is the path of the invalid value."""
+
+    def __init__(self, field: str, reason: str):
+        super().__init__(reason)
+        self.field = field
+
+
+class LogNotFound(TowlineError):
+    """The session has no log file of that name; `names` are the existing ones."""
+
+    def __init__(self, names: list[str]):
+        super().__init__("no such log file")
+        self.names = names
+
+
 @dataclass(frozen=True, slots=True)
 class SessionLog:
     """The last bytes of a log file."""
@@ -38,32 +71,69 @@ class SessionLog:
     """Names of all log files of the session."""
 
 
-class LogNotFound(TowlineError):
-    """The session has no log file of that name; `names` are the existing ones."""
+@dataclass(slots=True)
+class SessionOutcome:
+    """An ended session, without its tokens and text."""
 
-    def __init__(self, names: list[str]):
-        super().__init__("no such log file")
-        self.names = names
+    session: Session
+    summary: SessionSummary
+    lowest_version: int | None = None
+    """Oldest policy version among its trained tokens."""
+    sampled_tokens: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+    """Seconds per stage."""
+    notes: list[str] = field(default_factory=list)
+    hopeless: bool = False
+    """A retry would fail in the same way."""
+    blameless: bool = False
+    """It failed in an outage of an engine or a sandbox runtime: the attempt does not count."""
+    lost: str = ""
+    """Why its node could not record it, although the harness did nothing wrong; empty if it could."""
+
+    @classmethod
+    def of(
+        cls,
+        session: Session,
+        trajectory: Trajectory,
+        *,
+        hopeless: bool = False,
+        blameless: bool = False,
+        lost: str = "",
+    ) -> SessionOutcome:
+        versions = [trace.lowest_version for trace in trajectory.traces]
+        notes = trajectory.metadata.get("notes")
+        return cls(
+            session,
+            SessionSummary.of(trajectory, sample=session.sample, attempt=session.attempt),
+            lowest_version=min((version for version in versions if version is not None), default=None),
+            sampled_tokens=sum(len(turn.sampled) for turn in trajectory.turns),
+            timings=dict(trajectory.timings),
+            notes=[str(note)[:_NOTE_CHARS] for note in notes[:_NOTES]] if isinstance(notes, list) else [],
+            hopeless=hopeless,
+            blameless=blameless,
+            lost=lost,
+        )
 
 
-class SessionOutcome(Protocol):
-    """An ended session, as a runner returns it."""
+@dataclass(frozen=True, slots=True)
+class StoreRequest:
+    """The trajectory of one ended session, to be stored; with `state`, as that of a session that did not end by itself."""
 
-    @property
-    def session(self) -> Session: ...
+    session_id: str
+    state: SessionState | None = None
+    failure: FailureReason | None = None
+    error: str | None = None
 
-    @property
-    def trajectory(self) -> Trajectory: ...
+    def applied_to(self, trajectory: Trajectory) -> Trajectory:
+        if self.state is None:
+            return trajectory
+        changes = {"state": self.state, "failure": self.failure, "error": trajectory.error or self.error}
+        changes |= {"end_reason": trajectory.end_reason or EndReason.ERROR}
+        return Trajectory.model_validate(trajectory.__dict__ | changes)
 
-    @property
-    def hopeless(self) -> bool:
-        """A retry would fail in the same way."""
-        ...
 
-    @property
-    def blameless(self) -> bool:
-        """It failed in an outage of an engine or a sandbox runtime: the attempt does not count."""
-        ...
+Stored = SegmentSlice | SchemaError | NodeLost
+"""Where a trajectory is, why it cannot be stored, or that its node died with it."""
 
 
 class Runner(Protocol):
@@ -75,6 +145,11 @@ class Runner(Protocol):
     @property
     def capacity(self) -> int:
         """How many sessions it accepts at once, including those that wait inside it."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many more sessions it accepts now."""
         ...
 
     @property
@@ -104,9 +179,26 @@ class Runner(Protocol):
         """Call `failed` with the name of the engine and the reason for every turn that fails in it."""
         ...
 
+    def watch_sessions(self, changed: Callable[[Session], None]) -> None:
+        """Call `changed` for every stage that a session reaches."""
+        ...
+
+    def watch_room(self, changed: Callable[[], None]) -> None:
+        """Call `changed` when the runner can accept more sessions, other than by the end of one."""
+        ...
+
+    async def use_store(self, segments: Segments, epoch: int) -> None:
+        """Store trajectories as segments of this server's run. Called once, before anything else.
+
+        A node that has worked for a later epoch refuses this one: two servers never drive one node.
+        """
+        ...
+
     async def probe(self) -> list[str]:
         """Use the default engine and sandbox once; returns one line per problem, with what to do about it."""
         ...
+
+    # Tasks
 
     async def check(self, task: Task) -> None:
         """Raise `InvalidTask` for a task that can never run here."""
@@ -116,9 +208,11 @@ class Runner(Protocol):
         """The fields of a task that reach outside the sandbox, to the machine it runs on. Runs no code of the task."""
         ...
 
-    def watch_sessions(self, changed: Callable[[Session], None]) -> None:
-        """Call `changed` for every stage that a session reaches."""
+    def forget(self, task_id: str) -> None:
+        """Free what is cached for a task: no more of its sessions will be submitted."""
         ...
+
+    # Sessions
 
     def submit(self, task: Task, session: Session) -> Awaitable[SessionOutcome]:
         """Run a session to its end. Raises `NodeLost` if its node dies; cancelling the call ends the session."""
@@ -128,12 +222,21 @@ class Runner(Protocol):
         """Cancel a session; its outcome is returned as usual, with its finished turns and this end reason."""
         ...
 
-    def forget(self, task_id: str) -> None:
-        """Free what is cached for a task: no more of its sessions will be submitted."""
+    async def adopt(self, session_ids: Collection[str]) -> Mapping[str, Awaitable[SessionOutcome]]:
+        """The sessions of an earlier server that still run, or have ended and are not stored, as `submit` returns them."""
         ...
 
-    def recover(self, lost: Collection[str]) -> AsyncIterator[Trajectory]:
-        """End what an earlier server left running; yields trajectories of lost sessions. Called once, before `submit`."""
+    def recover(self, lost: Collection[str]) -> AsyncIterator[SessionOutcome]:
+        """End what an earlier server left and was not adopted; yields lost sessions that left turns. Called once."""
+        ...
+
+    # Results
+
+    async def store(self, requests: Sequence[StoreRequest]) -> list[Stored]:
+        """Store the trajectories of ended sessions, durable on return.
+
+        Raises `OSError` while the location is down: the same requests may then be made again.
+        """
         ...
 
     async def discard(self, session_id: str) -> None:
@@ -148,8 +251,14 @@ class Runner(Protocol):
         """The last `most` bytes of one of a session's log files; raises `LogNotFound` if there is none of that name."""
         ...
 
+    # Status and policy
+
     def nodes(self) -> list[dict[str, Any]]:
         """Status of each node, for display."""
+        ...
+
+    async def metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of its engines."""
         ...
 
     async def pause(self, mode: PauseMode, deadline: float | None) -> None: ...
@@ -161,11 +270,3 @@ class Runner(Protocol):
     async def close(self) -> None:
         """End running sessions and clean up."""
         ...
-
-
-class InvalidTask(TowlineError):
-    """A task that can never run; `field` is the path of the invalid value."""
-
-    def __init__(self, field: str, reason: str):
-        super().__init__(reason)
-        self.field = field

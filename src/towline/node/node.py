@@ -22,10 +22,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Metric
+
 from towline.common.text import slug
 from towline.config import NodeSettings
 from towline.config.images import ImageSettings
 from towline.engines.base import ContextExceeded, PauseMode
+from towline.engines.pool import EnginePool
 from towline.errors import EngineError, TowlineError
 from towline.gateway.gateway import Gateway
 from towline.gateway.model_routes import ModelRoute
@@ -208,6 +211,11 @@ class RolloutNode:
             "sampled_tokens": opened.sampled_tokens if opened is not None else 0,
         }
 
+    def engine_metrics(self) -> Iterable[Metric]:
+        """Prometheus metrics of the policy's replicas."""
+        engine = self._gateway.engine
+        return engine.collect() if isinstance(engine, EnginePool) else ()
+
     # The policy
 
     async def pause(self, mode: PauseMode, deadline: float | None = None) -> None:
@@ -272,10 +280,7 @@ class RolloutNode:
 
     def host_access(self, task: Task) -> list[str]:
         """Fields of the task that use the node's machine beyond a sandbox with its gateway."""
-        found = list(task_check.host_access(task))
-        if task.environment.sandbox is None and self.settings.sandbox is SandboxKind.PROCESS:
-            found.append("environment.sandbox")
-        return found
+        return task_check.host_access(task, self.settings.sandbox)
 
     def forget_task(self, task_id: str) -> None:
         """No more sessions of this task will be submitted."""

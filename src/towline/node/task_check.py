@@ -110,8 +110,15 @@ def _settings(
             )
 
 
-def host_access(task: Task) -> Iterator[str]:
-    """Fields that use the node beyond a sandbox with its gateway. Runs and imports nothing that the task names."""
+def host_access(task: Task, default: SandboxKind) -> list[str]:
+    """Fields that use the node beyond a sandbox with its gateway; `default` is the node's sandbox.
+
+    Runs and imports nothing that the task names.
+    """
+    return list(_host_access(task, default))
+
+
+def _host_access(task: Task, default: SandboxKind) -> Iterator[str]:
     environment = task.environment
     if ":" in task.harness:
         yield "harness"
@@ -119,7 +126,7 @@ def host_access(task: Task) -> Iterator[str]:
         yield "harness_options"
     if task.evaluator.get("kind") in _ON_THE_NODE or _names_source(task.evaluator):
         yield "evaluator"
-    if environment.sandbox is SandboxKind.PROCESS:
+    if (environment.sandbox or default) is SandboxKind.PROCESS:
         yield "environment.sandbox"
     if environment.network is Network.OPEN:
         yield "environment.network"

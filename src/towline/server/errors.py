@@ -1,4 +1,4 @@
-"""Errors of the server: a `RequestError` goes to the caller with status and field, a `StoreError` to the operator."""
+"""Errors of the API: a `RequestError` goes to the caller with status and field."""
 
 from __future__ import annotations
 
@@ -58,11 +58,3 @@ class Unavailable(RequestError):
     """The database or the engine is down; retrying later helps."""
 
     status = 503
-
-
-class StoreError(TowlineError):
-    """The store cannot be opened or is not what it should be; the operator has to act."""
-
-
-class DamagedData(StoreError):
-    """A segment is not what its row says."""

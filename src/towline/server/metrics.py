@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, Summary, generate_latest
 
-from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SessionState, Trajectory
+from towline.cluster.runner import SessionOutcome
+from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SessionState
 from towline.server.pacing.pacer import Pacer
 from towline.server.scheduling.ending import SessionEnd
 from towline.server.scheduling.stragglers import StageDurations
@@ -100,13 +101,13 @@ class ServerMetrics:
         self.leases = Gauge("towline_leases_open", "Open leases", ["consumer", "unit"], registry=registry)
         self.disk_free = Gauge("towline_disk_free_bytes", "Free space in the data folder", registry=registry)
 
-    def session(self, trajectory: Trajectory) -> None:
+    def session(self, outcome: SessionOutcome) -> None:
         """Count the stages, turns and tokens of an ended session."""
-        self.durations.add(trajectory)
-        for stage, seconds in trajectory.timings.items():
+        self.durations.add(outcome)
+        for stage, seconds in outcome.timings.items():
             self.stage_seconds.labels(stage).observe(seconds)
-        self.turns.inc(len(trajectory.turns))
-        self.sampled.inc(sum(len(turn.sampled) for turn in trajectory.turns))
+        self.turns.inc(outcome.summary.turns)
+        self.sampled.inc(outcome.sampled_tokens)
 
     def ended(self, ending: SessionEnd) -> None:
         """Count an end that is stored."""
@@ -163,5 +164,18 @@ class ServerMetrics:
             for number, one in enumerate(pacer.bias.quartiles(consumer), 1):
                 self.trained_share.labels(consumer, str(number)).set(one.trained_share)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
+    def text(self, engines: Iterable[Metric] = ()) -> bytes:
+        """All metrics, with those of the engines, in the text format."""
+        others = CollectorRegistry()
+        others.register(_Collected(engines))
+        return generate_latest(self.registry) + generate_latest(others)
+
+
+class _Collected:
+    """Metrics that were collected elsewhere."""
+
+    def __init__(self, metrics: Iterable[Metric]):
+        self._metrics = list(metrics)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics

@@ -12,15 +12,17 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.cluster.runner import Runner
+from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
 from towline.common.clock import SYSTEM_CLOCK, Clock
 from towline.config import ServerSettings
+from towline.errors import StoreError
 from towline.schema import Accepted, Acked, Results, SlowSession, Task, TaskStatus, Unit
 from towline.server.api.auth import Caller, KeyStore, is_loopback
 from towline.server.delivery.callbacks import Callbacks
 from towline.server.delivery.leases import LeaseManager, LeaseRequest
 from towline.server.delivery.trajectories import flag_damaged
-from towline.server.errors import InvalidInput, QueueFull, ResourceNotFound, StoreError
+from towline.server.errors import InvalidInput, QueueFull, ResourceNotFound
 from towline.server.events import Events, Signals
 from towline.server.metrics import ServerMetrics
 from towline.server.pacing.pacer import Pacer
@@ -35,7 +37,6 @@ from towline.server.store import ownership, queries
 from towline.server.store.database import Outage, Store, database_url
 from towline.server.store.repair import repair_rows
 from towline.server.store.retention import Retention
-from towline.server.store.segments import Segments
 
 log = logging.getLogger("towline.server")
 _CHECK_SECONDS = 30.0
@@ -70,7 +71,6 @@ class Service:
         )
         self.scheduler = SessionScheduler(
             self.store,
-            self.segments,
             runner,
             self.policy,
             self.pacer,
@@ -81,6 +81,7 @@ class Service:
         self.grace = GracePeriods(self.store, self.signals.deadlines, self.scheduler.apply)
         runner.watch_sessions(self.scheduler.stages.changed)
         runner.watch_engines(self.metrics.engine_failed)
+        runner.watch_room(self.signals.work.notify)
         self.callbacks = Callbacks(self.store, self.signals.callbacks, self.metrics, tries=settings.callback_tries)
         self.problems: list[str] = []
         """What the probe found at the start; the circuit breakers have the current state."""
@@ -99,6 +100,7 @@ class Service:
                 await repair_rows(tx)
             await ownership.take_store(self.store, self.segments)
             await ownership.take_location(self.store, self.segments)
+            await self.runner.use_store(self.segments, self.store.epoch)
             # Probe before the policy is restored, which may pause sampling.
             self.problems = await self.runner.probe()
             await self.policy.restore()
@@ -298,7 +300,7 @@ class Service:
             # The other metrics matter most while the database is down.
             log.debug("consumer metrics: %s", error)
         metrics.database.set(not self.store.outage.reason)
-        return metrics.text()
+        return metrics.text(await self.runner.metrics())
 
 
 async def open_store(settings: ServerSettings) -> Store:

@@ -17,10 +17,10 @@ from aiohttp import web
 from sqlalchemy import select
 
 from support.server.server_process import Process
+from towline.cluster.segments import Segments, SegmentSlice
 from towline.schema import Trajectory
 from towline.server.store import tables
 from towline.server.store.database import Store, database_url
-from towline.server.store.segments import Segments, SegmentSlice
 
 SAMPLES = 3
 _PATIENCE = 240

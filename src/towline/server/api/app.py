@@ -29,11 +29,11 @@ from towline import __version__
 from towline.cluster.runner import Runner
 from towline.common.sockets import listen, url_of
 from towline.config import ServerSettings
-from towline.errors import ConfigError
+from towline.errors import ConfigError, DamagedData
 from towline.schema import Problem
 from towline.server.api import routes
 from towline.server.api.auth import is_loopback
-from towline.server.errors import DamagedData, RequestError
+from towline.server.errors import RequestError
 from towline.server.service import Service
 from towline.server.store.database import is_transient
 

@@ -14,6 +14,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError
 
 from towline.cluster.runner import LogNotFound
 from towline.engines.base import PauseMode
+from towline.errors import DamagedData
 from towline.schema import (
     Accepted,
     Ack,
@@ -40,7 +41,7 @@ from towline.schema.files import dump_json
 from towline.server.api.auth import Caller, KeyInfo, KeyRequest, NewKey
 from towline.server.delivery.leases import LeaseRequest
 from towline.server.delivery.trajectories import ARROW, arrow_stream, start_stream
-from towline.server.errors import DamagedData, ResourceNotFound
+from towline.server.errors import ResourceNotFound
 from towline.server.service import Service
 from towline.server.store import queries
 

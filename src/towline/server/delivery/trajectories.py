@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 import pyarrow as pa
 import pyarrow.ipc as ipc
 
+from towline.cluster.segments import SCHEMA, Segments, write_options
+from towline.errors import DamagedData
 from towline.schema import Result, SchemaError, Trajectory
 from towline.schema.files import DAMAGED, conform, dump_json
-from towline.server.errors import DamagedData
 from towline.server.store import queries
 from towline.server.store.database import Store
 from towline.server.store.queries import StoredTrajectories
-from towline.server.store.segments import SCHEMA, Segments, write_options
 
 log = logging.getLogger("towline.server")
 ARROW = "application/vnd.apache.arrow.stream"

@@ -7,20 +7,18 @@ from typing import Any
 from pydantic import ConfigDict, Field
 from sqlalchemy import Row
 
-from towline.cluster.runner import SessionOutcome
+from towline.cluster.runner import SessionOutcome, StoreRequest
+from towline.cluster.segments import SegmentSlice
 from towline.common.text import one_line
 from towline.errors import TowlineError
-from towline.schema import EndReason, FailureReason, SessionState, SessionSummary, Trajectory
+from towline.schema import EndReason, FailureReason, SessionState, SessionSummary
 from towline.server.scheduling import rules
-from towline.server.store.segments import SegmentSlice
 from towline.server.store.tables import Phase, session_id
 
 _ERROR_CHARS = 4000
 """Longest error that is stored."""
 _LINE_CHARS = 500
 """Longest error in a log line."""
-_NOTES, _NOTE_CHARS = 20, 1000
-"""Most notes of a session in its result, and the longest."""
 
 
 class SessionEnd(SessionSummary):
@@ -123,40 +121,30 @@ def lost_session_end(row: Row[Any], *, company: int, limit: int) -> SessionEnd:
 
 def fill_session_end(
     ending: SessionEnd, outcome: SessionOutcome, *, lost: str = "", why: FailureReason = FailureReason.NODE
-) -> Trajectory:
-    """Fill in the end; returns the trajectory to store. With `lost` the session is LOST for that reason in any case."""
-    trajectory, session = outcome.trajectory, outcome.session
+) -> StoreRequest:
+    """Fill in the end; returns what to store. With `lost` the session is LOST for that reason in any case."""
+    session, summary = outcome.session, outcome.summary
     if lost:
         ending.state, ending.error, ending.failure = SessionState.LOST, lost, why
-        trajectory = trajectory_ended_as(trajectory, ending)
     else:
-        ending.state, ending.error = session.state, trajectory.error or session.error
+        ending.state, ending.error = session.state, summary.error or session.error
         if session.state is SessionState.FAILED:
-            ending.failure = session.failure or trajectory.failure or FailureReason.INTERNAL
+            ending.failure = session.failure or summary.failure or FailureReason.INTERNAL
             ending.hopeless, ending.blameless = outcome.hopeless, outcome.blameless
-    summary = SessionSummary.of(trajectory)
     for name in ("end_reason", "reward", "reward_status", "turns", "trained_tokens", "seconds"):
         setattr(ending, name, getattr(summary, name))
+    if lost:
+        ending.end_reason = summary.end_reason or EndReason.ERROR
     ending.error = ending.error or summary.error
     ending.usable = ending.state is SessionState.DONE and summary.usable
-    versions = [trace.lowest_version for trace in trajectory.traces]
-    ending.lowest_version = min((version for version in versions if version is not None), default=None)
-    ending.notes = _notes(trajectory)
-    return trajectory
+    ending.lowest_version = outcome.lowest_version
+    ending.notes = [storable_text(note) or "" for note in outcome.notes]
+    return ended_otherwise(ending) if lost else StoreRequest(ending.session_id)
 
 
-def _notes(trajectory: Trajectory) -> list[str]:
-    notes = trajectory.metadata.get("notes")
-    if not isinstance(notes, list):
-        return []
-    return [(storable_text(str(note)) or "")[:_NOTE_CHARS] for note in notes[:_NOTES]]
-
-
-def trajectory_ended_as(trajectory: Trajectory, ending: SessionEnd) -> Trajectory:
-    """The trajectory of a session that did not end by itself."""
-    changes = {"state": ending.state, "failure": ending.failure, "error": trajectory.error or ending.error}
-    changes |= {"end_reason": trajectory.end_reason or EndReason.ERROR}
-    return Trajectory.model_validate(trajectory.__dict__ | changes)
+def ended_otherwise(ending: SessionEnd) -> StoreRequest:
+    """The request to store the trajectory of a session that did not end by itself."""
+    return StoreRequest(ending.session_id, ending.state, ending.failure, ending.error)
 
 
 def failure_of(error: BaseException) -> FailureReason:

@@ -233,6 +233,20 @@ async def claim(
     return claimed
 
 
+async def take_over(tx: AsyncConnection, session_ids: Sequence[str], *, epoch: int) -> list[ClaimedSession]:
+    """Make active sessions of an earlier server this one's: from here on only this epoch can end them."""
+    table, claimed = tables.sessions, []
+    for some in chunks(session_ids):
+        mine = (
+            update(table)
+            .where(table.c.session_id.in_(some), table.c.phase == Phase.ACTIVE, table.c.epoch < epoch)
+            .values(epoch=epoch)
+            .returning(*table.c)
+        )
+        claimed += [ClaimedSession(session_of(row), b"", row.deaths, row.company) for row in await tx.execute(mine)]
+    return claimed
+
+
 async def set_aside(tx: AsyncConnection, session_ids: Sequence[str]) -> None:
     """End sessions whose rows cannot be read, leaving the other columns as they are."""
     table = tables.sessions
@@ -247,11 +261,20 @@ async def write_steps(tx: AsyncConnection, steps: Sequence[Session], epoch: int,
     changed = (
         update(table)
         .where(table.c.session_id == bindparam("id"), table.c.phase == Phase.ACTIVE.value, table.c.epoch == epoch)
-        .values(state=bindparam("now"), end_reason=bindparam("why"), updated=bindparam("when"))
+        .values(state=bindparam("now"), end_reason=bindparam("why"), updated=bindparam("when"), node=bindparam("where"))
     )
     await tx.execute(
         changed,
-        [{"id": one.session_id, "now": one.state.value, "why": one.end_reason, "when": one.updated} for one in steps],
+        [
+            {
+                "id": one.session_id,
+                "now": one.state.value,
+                "why": one.end_reason,
+                "when": one.updated,
+                "where": one.node,
+            }
+            for one in steps
+        ],
     )
     await add_events(tx, [("session", step_event(one)) for one in steps], at)
 

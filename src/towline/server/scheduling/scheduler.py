@@ -1,7 +1,8 @@
 """The scheduler: claims sessions from the queue, hands them to the runner, and writes their ends to the store.
 
-The end of a session is written in this order: its trajectory as a segment, then, in one transaction, everything that
-follows from it. Ends that arrive together share a transaction. While the database is down, ends wait; none is dropped.
+The end of a session is written in this order: the runner stores its trajectory as a segment, then, in one transaction,
+everything that follows from it. Ends that arrive together share a transaction. While the database is down, ends wait;
+none is dropped.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import Row, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from towline.cluster.runner import NodeLost, Runner, SessionOutcome
+from towline.cluster.runner import NodeLost, Runner, SessionOutcome, Stored, StoreRequest
+from towline.cluster.segments import SegmentSlice
 from towline.common.crashpoints import crash_point
 from towline.common.mappings import BoundedDict
 from towline.errors import TowlineError
-from towline.schema import EndReason, FailureReason, SchemaError, Session, SessionState, Task, Trajectory
+from towline.schema import EndReason, FailureReason, Session, SessionState, Task
 from towline.schema.files import load_json
 from towline.server.events import Signals
 from towline.server.metrics import ServerMetrics
@@ -30,16 +33,15 @@ from towline.server.scheduling import queue
 from towline.server.scheduling.end_sessions import Effects, EndSessions
 from towline.server.scheduling.ending import (
     SessionEnd,
+    ended_otherwise,
     failure_of,
     fill_session_end,
     lost_session_end,
-    trajectory_ended_as,
 )
 from towline.server.scheduling.progress import BreakerMonitor, StageWriter
 from towline.server.scheduling.rules import is_suspect, suspects_at_once
 from towline.server.store import tables
 from towline.server.store.database import Outage, Store, is_transient
-from towline.server.store.segments import Segments, SegmentSlice
 from towline.server.store.tables import Phase, chunks
 
 log = logging.getLogger("towline.server")
@@ -56,7 +58,8 @@ class _PendingEnd:
     """The end of a session that is not written yet."""
 
     ending: SessionEnd
-    trajectory: Trajectory | None
+    store: StoreRequest | None
+    """The trajectory that the runner still has to store, if there is one."""
     written: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -70,7 +73,6 @@ class SessionScheduler:
     def __init__(
         self,
         store: Store,
-        segments: Segments,
         runner: Runner,
         policy: PolicyController,
         pacer: Pacer,
@@ -81,7 +83,6 @@ class SessionScheduler:
     ):
         self.quarantine_deaths = quarantine_deaths
         self.store = store
-        self.segments = segments
         self.runner = runner
         self.policy = policy
         self.pacer = pacer
@@ -127,16 +128,34 @@ class SessionScheduler:
                 counted = select(table.c.epoch, func.count().label("lost")).where(table.c.epoch.in_(epochs), lost)
                 epochs = Counter({row.epoch: row.lost for row in await tx.execute(counted.group_by(table.c.epoch))})
         limit = self.quarantine_deaths
-        endings = {row.session_id: lost_session_end(row, company=epochs[row.epoch], limit=limit) for row in rows}
-        async for trajectory in self.runner.recover(set(endings)):
-            ending = endings.pop(trajectory.session_id)
-            ending.turns = trajectory.report.turns
-            await self._end_lost([_PendingEnd(ending, trajectory_ended_as(trajectory, ending))])
+        adopted = await self._adopt(rows)
+        endings = {
+            row.session_id: lost_session_end(row, company=epochs[row.epoch], limit=limit)
+            for row in rows
+            if row.session_id not in adopted
+        }
+        async for outcome in self.runner.recover(set(endings)):
+            ending = endings.pop(outcome.session.session_id)
+            ending.turns = outcome.summary.turns
+            await self._end_lost([_PendingEnd(ending, ended_otherwise(ending))])
             await self.runner.discard(ending.session_id)
         for some in chunks(list(endings.values())):
             await self._end_lost([_PendingEnd(ending, None) for ending in some])
         self.waiting = await queue.count_waiting(self.store)
-        return len(rows)
+        return len(rows) - len(adopted)
+
+    async def _adopt(self, rows: Sequence[Row[Any]]) -> set[str]:
+        """Take over the sessions that still run on the nodes of an earlier server; returns their ids."""
+        running = await self.runner.adopt({row.session_id for row in rows})
+        if not running:
+            return set()
+        claimed = await self.store.write_with_retry(
+            partial(queue.take_over, session_ids=sorted(running), epoch=self.store.epoch), what="running sessions"
+        )
+        for one in claimed:
+            self._track(one, running[one.session.session_id])
+        log.warning("%d sessions of an earlier server still run, and continue", len(claimed))
+        return {one.session.session_id for one in claimed}
 
     async def _end_lost(self, batch: list[_PendingEnd]) -> None:
         """Write the ends of lost sessions. One with damaged rows is ended separately and does not stop the start."""
@@ -199,7 +218,8 @@ class SessionScheduler:
 
     async def claim(self) -> int:
         """Start waiting sessions as far as there is room and nothing holds the queue; returns how many."""
-        room = self.runner.capacity - len(self.active)
+        # Sessions whose ends are not written yet count: they must not pile up while the storage is down.
+        room = min(self.runner.room, self.runner.capacity - len(self.active))
         claimed: list[queue.ClaimedSession] = []
         self._held_back = False
         if room > 0 and not self.held:
@@ -266,9 +286,20 @@ class SessionScheduler:
         session = claimed.session
         if is_suspect(claimed.deaths, self.quarantine_deaths):
             self._suspects.add(session.session_id)
-        running = asyncio.create_task(self._run_session(session, claimed))
-        self.active[session.session_id] = running
-        running.add_done_callback(lambda done: self._session_ended(session.session_id, done))
+        try:
+            task = self._task(session.task_id, claimed.body)
+            running = self.runner.submit(task, session)
+        except TowlineError as error:
+            running = _failed(error)
+        if session.session_id in self._to_stop or self._interrupted:
+            self.runner.cancel(session.session_id)
+        self._track(claimed, running)
+
+    def _track(self, claimed: queue.ClaimedSession, running: Awaitable[SessionOutcome]) -> None:
+        session_id = claimed.session.session_id
+        active = asyncio.create_task(self._run_session(claimed, running))
+        self.active[session_id] = active
+        active.add_done_callback(lambda done: self._session_ended(session_id, done))
 
     def _task(self, task_id: str, body: bytes) -> Task:
         if task_id not in self._tasks:
@@ -292,41 +323,42 @@ class SessionScheduler:
 
     # Ending sessions
 
-    async def _run_session(self, session: Session, claimed: queue.ClaimedSession) -> None:
+    async def _run_session(self, claimed: queue.ClaimedSession, running: Awaitable[SessionOutcome]) -> None:
         outcome: SessionOutcome | None = None
+        session = claimed.session
         identity = {name: getattr(session, name) for name in ("session_id", "task_id", "sample", "attempt")}
         ending = SessionEnd(**identity, epoch=self.store.epoch, deaths=claimed.deaths, company=claimed.company)
         try:
-            running = self.runner.submit(self._task(session.task_id, claimed.body), session)
-            if session.session_id in self._to_stop or self._interrupted:
-                self.runner.cancel(session.session_id)
             outcome = await running
         except NodeLost as error:
-            limit = self.quarantine_deaths
-            ending.died(str(error) or "its node died", company=error.sessions, limit=limit)
-            self._suspecting = limit > 0
+            self._died(ending, error)
         except TowlineError as error:
             ending.error, ending.failure = str(error) or repr(error), failure_of(error)
         except Exception as error:
             log.exception("session %s failed", session.session_id)
             ending.error, ending.failure = str(error) or repr(error), FailureReason.INTERNAL
-        trajectory = None if outcome is None else self._finalize_trajectory(ending, outcome)
+        store = None if outcome is None else self._fill_end(ending, outcome)
         ending.stage = self.stages.last(session.session_id)
         ending.steps = await self.stages.take(session.session_id)
-        end = _PendingEnd(ending, trajectory)
+        end = _PendingEnd(ending, store)
         await self._ends.put(end)
         await end.written
         if outcome is not None:
             await self.runner.discard(session.session_id)
 
-    def _finalize_trajectory(self, ending: SessionEnd, outcome: SessionOutcome) -> Trajectory:
+    def _died(self, ending: SessionEnd, error: NodeLost) -> None:
+        limit = self.quarantine_deaths
+        ending.died(str(error) or "its node died", company=error.sessions, limit=limit)
+        self._suspecting = limit > 0
+
+    def _fill_end(self, ending: SessionEnd, outcome: SessionOutcome) -> StoreRequest:
         """Fill in the end; returns the trajectory to store."""
-        self.metrics.session(outcome.trajectory)
+        self.metrics.session(outcome)
         state = outcome.session.state
         if self._interrupted and state is SessionState.CANCELLED and ending.session_id not in self._to_stop:
             return fill_session_end(ending, outcome, lost="the server was shut down")
-        if state is SessionState.FAILED and self.runner.trouble:
-            return fill_session_end(ending, outcome, lost=self.runner.trouble, why=FailureReason.STORAGE)
+        if outcome.lost:
+            return fill_session_end(ending, outcome, lost=outcome.lost, why=FailureReason.STORAGE)
         return fill_session_end(ending, outcome)
 
     async def _end_loop(self) -> None:
@@ -352,24 +384,27 @@ class SessionScheduler:
                 end.written.set_exception(error)
 
     async def _write_batch(self, batch: list[_PendingEnd]) -> None:
-        """Write the trajectories first, then the rows that name them."""
-        with_trajectory = [(end, end.trajectory) for end in batch if end.trajectory is not None]
-        if with_trajectory:
-            pieces = await self._write_segment([trajectory for _, trajectory in with_trajectory])
-            for (end, _), piece in zip(with_trajectory, pieces, strict=True):
+        """Store the trajectories first, then the rows that name them."""
+        to_store = [(end.ending, end.store) for end in batch if end.store is not None]
+        if to_store:
+            pieces = await self._store([request for _, request in to_store])
+            for (ending, _), piece in zip(to_store, pieces, strict=True):
                 if isinstance(piece, SegmentSlice):
-                    end.ending.piece = piece
+                    ending.piece = piece
+                elif isinstance(piece, NodeLost):
+                    self._died(ending, piece)
+                    ending.usable, ending.reward, ending.reward_status = False, None, None
                 else:
-                    end.ending.state, end.ending.usable = SessionState.FAILED, False
-                    end.ending.failure = FailureReason.STORAGE
-                    end.ending.error = f"its trajectory cannot be stored: {piece}"
+                    ending.state, ending.usable = SessionState.FAILED, False
+                    ending.failure = FailureReason.STORAGE
+                    ending.error = f"its trajectory cannot be stored: {piece}"
         await self._write_ends([end.ending for end in batch])
 
-    async def _write_segment(self, trajectories: list[Trajectory]) -> list[SegmentSlice | SchemaError]:
+    async def _store(self, requests: list[StoreRequest]) -> list[Stored]:
         pause = 0.1
         while True:
             try:
-                pieces = await self.segments.write(trajectories)
+                pieces = await self.runner.store(requests)
             except OSError as error:
                 self._unwritable.failed(str(error))
             else:
@@ -412,6 +447,10 @@ class SessionScheduler:
         self.signals.events.notify()
         if effects.waiting > 0:
             self.signals.work.notify()
+
+
+async def _failed(error: TowlineError) -> SessionOutcome:
+    raise error
 
 
 def _log_failure(ending: SessionEnd) -> None:

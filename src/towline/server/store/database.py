@@ -25,8 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from towline.common.clock import SYSTEM_CLOCK, Clock
 from towline.common.files import lock_file
-from towline.errors import ConfigError
-from towline.server.errors import StoreError
+from towline.errors import ConfigError, StoreError
 from towline.server.store import tables
 from towline.server.store.migrations import migrate
 from towline.server.store.repair import repair_counters

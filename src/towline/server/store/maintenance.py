@@ -14,12 +14,11 @@ from typing import Any
 from sqlalchemy import Table, delete, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from towline.cluster.segments import Segments, SegmentSlice
 from towline.common.progress import OnCount
-from towline.errors import ConfigError
-from towline.server.errors import DamagedData
+from towline.errors import ConfigError, DamagedData
 from towline.server.store import ownership, tables
 from towline.server.store.database import Store
-from towline.server.store.segments import Segments, SegmentSlice
 from towline.server.store.tables import CHUNK, chunks, get_meta, put_meta
 
 

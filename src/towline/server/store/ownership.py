@@ -20,10 +20,10 @@ from sqlalchemy import delete, func, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from towline.cluster.segments import Segments
 from towline.errors import ConfigError
 from towline.server.store import tables
 from towline.server.store.database import Store
-from towline.server.store.segments import Segments
 from towline.server.store.tables import get_meta, put_meta
 
 log = logging.getLogger("towline.server")

@@ -9,6 +9,8 @@ from typing import Any
 
 from sqlalchemy import Row, func, select, tuple_
 
+from towline.cluster.segments import SegmentSlice
+from towline.errors import DamagedData
 from towline.schema import (
     EarlyStop,
     EndReason,
@@ -19,10 +21,9 @@ from towline.schema import (
     TaskState,
     TaskStatus,
 )
-from towline.server.errors import DamagedData, ResourceNotFound
+from towline.server.errors import ResourceNotFound
 from towline.server.store import tables
 from towline.server.store.database import Store
-from towline.server.store.segments import SegmentSlice
 from towline.server.store.tables import WITHHELD, chunks
 
 _CONSUMERS = 100

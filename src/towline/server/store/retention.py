@@ -17,10 +17,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.cluster.runner import Runner
+from towline.cluster.segments import Segments
 from towline.server.events import Events
 from towline.server.store import ownership, tables
 from towline.server.store.database import Store
-from towline.server.store.segments import Segments
 from towline.server.store.tables import chunks, get_meta, insert_new, put_meta
 
 log = logging.getLogger("towline.server")

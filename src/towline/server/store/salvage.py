@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import URL, create_engine
 
 from towline.common.files import QUARANTINE, Quarantine, sync_folder
-from towline.server.errors import StoreError
+from towline.errors import StoreError
 from towline.server.store import tables
 from towline.server.store.migrations import revisions, upgrade
 

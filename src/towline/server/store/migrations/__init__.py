@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from towline.server.errors import StoreError
+from towline.errors import StoreError
 
 _SCRIPTS = "towline.server.store:migrations"
 

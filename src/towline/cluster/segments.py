@@ -4,9 +4,10 @@ A segment is an Arrow file with one record batch per session; sessions that end 
 together. It is complete and durable before the rows that name it are committed, so a row never names a file that was not
 written. Each session's row has a hash of its batch: damage to one batch leaves the others readable.
 
-Names are `<store>/<run>/<thousand>/<number>.arrow`. The store id separates stores that share a location; the run (the
-server's epoch plus a random part) separates what two copies of one database write. A crash leaves files that no row names:
-a later run of the same store looks for them in the folders of its own earlier runs only.
+Names are `<store>/<run>/[<writer>/]<thousand>/<number>.arrow`. The store id separates stores that share a location; the
+run (the server's epoch plus a random part) separates what two copies of one database write; the writer separates the node
+hosts of one run. A crash leaves files that no row names: a later run of the same store looks for them in the folders of its
+own earlier runs only.
 
 Each store's folder has a marker that names the store. A file that is missing beside its marker is lost; without the marker
 the location is down, or not the one that was written to, and nothing is concluded about the file.
@@ -27,11 +28,11 @@ import orjson
 import pyarrow as pa
 import pyarrow.ipc as ipc
 
+from towline.cluster.locations import LocalFolder, Location, open_location
 from towline.common.crashpoints import crash_point
+from towline.errors import DamagedData
 from towline.schema import SchemaError, Trajectory
 from towline.schema.files import check_table_version, to_table
-from towline.server.errors import DamagedData
-from towline.server.store.locations import LocalFolder, Location, open_location
 
 _FOLDER = 1000
 """Most files in one folder."""
@@ -85,15 +86,18 @@ class SegmentSlice:
 class Segments:
     """The segments at one location. Segments of other stores are only read."""
 
-    def __init__(self, place: str | Path | Location):
+    def __init__(self, place: str | Path | Location, *, writer: str = ""):
+        """`writer` is unique among all that write in one run: two writers never share a file name."""
         self.location = open_location(place) if isinstance(place, str | Path) else place
         self.store = ""
-        self._run = ""
+        self.run = ""
+        """Folder of what is written, relative to the store's."""
+        self._writer = f"{writer}/" if writer else ""
         self._numbers = itertools.count(1)
 
     def set_owner(self, store: str, run: str) -> None:
         """Write as this run of the store from here on."""
-        self.store, self._run = store, run
+        self.store, self.run = store, run
 
     # Markers
 
@@ -122,7 +126,7 @@ class Segments:
     async def write(self, trajectories: Sequence[Trajectory]) -> list[SegmentSlice | SchemaError]:
         """Write a segment, durable on return; returns a slice per trajectory, or the error of one that cannot be written."""
         number = next(self._numbers)
-        name = f"{self.store}/{self._run}/{number // _FOLDER:06d}/{number:09d}.arrow"
+        name = f"{self.store}/{self.run}/{self._writer}{number // _FOLDER:06d}/{number:09d}.arrow"
         return await asyncio.to_thread(self._write, trajectories, name)
 
     def _write(self, trajectories: Sequence[Trajectory], name: str) -> list[SegmentSlice | SchemaError]:

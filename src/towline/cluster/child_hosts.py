@@ -1,0 +1,195 @@
+"""Node hosts as child processes of the server, on one machine.
+
+Each host is a process `towline node-host` that listens on a Unix socket in its data folder. Its settings, with the token,
+come over its standard input, which stays open: a host exits when that closes, so none outlives its server. A host that dies
+is started again with backoff; one that cannot start at all the first time stops the server with its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from towline.cluster.remote_node import HostAddress
+from towline.common.background import BackgroundTasks
+from towline.config import Settings
+from towline.errors import ConfigError
+
+log = logging.getLogger("towline.cluster")
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+"""Seconds between the death of a host and its next start."""
+_STEADY_SECONDS = 60.0
+"""A host that lived this long starts again after the shortest pause."""
+_STOP_SECONDS = 30.0
+"""How long a host may take to end its sandboxes when the server closes."""
+_LONGEST_PATH = 100
+"""Bytes of a Unix socket's path that every system accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What a host is started with, as JSON on its standard input."""
+
+    name: str
+    settings: Settings
+    token: str
+    script: Path | None = None
+    listen: str = ""
+    """`unix:PATH`, or `HOST:PORT`."""
+
+    def dump(self) -> bytes:
+        fields = {"name": self.name, "token": self.token, "listen": self.listen}
+        fields["script"] = str(self.script) if self.script is not None else ""
+        return json.dumps(fields | {"settings": self.settings.model_dump(mode="json")}).encode() + b"\n"
+
+    @classmethod
+    def load(cls, line: bytes) -> HostSettings:
+        fields = json.loads(line)
+        return cls(
+            fields["name"],
+            Settings.model_validate(fields["settings"]),
+            fields["token"],
+            Path(fields["script"]) if fields["script"] else None,
+            fields["listen"],
+        )
+
+
+def host_command() -> list[str]:
+    return [sys.executable, "-m", "towline", "node-host"]
+
+
+def node_settings(settings: Settings, data: Path) -> Settings:
+    """The settings of a host: everything in its data folder, free ports, and nothing of the server's."""
+    gateway = settings.gateway.model_copy(update={"port": 0, "control_port": 0, "data": data})
+    return settings.model_copy(update={"gateway": gateway, "server": type(settings.server)()})
+
+
+class ChildHosts:
+    """Starts hosts as child processes and watches them."""
+
+    def __init__(self, settings: Settings, data: Path, *, count: int, script: Path | None = None):
+        # The first node has the data folder itself: there is where a server with one node has always kept its files.
+        names = ["local", *(f"local-{number}" for number in range(2, count + 1))]
+        self._children = [
+            _Child(name, settings, data if name == "local" else data / "nodes" / name, script) for name in names
+        ]
+        self._background = BackgroundTasks()
+
+    async def start(self, up: Callable[[HostAddress], None], down: Callable[[str, str], None]) -> None:
+        await asyncio.gather(*(child.start(up) for child in self._children))
+        for child in self._children:
+            self._background.start(child.supervise(up, down), f"host {child.name}")
+
+    def replace(self, name: str, reason: str) -> None:
+        for child in self._children:
+            if child.name == name:
+                log.error("node host %s is ended: %s", name, reason)
+                child.kill()
+
+    def report_demand(self, waiting: int) -> None:
+        """The number of child processes is fixed."""
+
+    async def close(self) -> None:
+        await self._background.close()
+        await asyncio.gather(*(child.stop() for child in self._children))
+
+
+class _Child:
+    """One host process."""
+
+    def __init__(self, name: str, settings: Settings, data: Path, script: Path | None):
+        self.name = name
+        self._settings = node_settings(settings, data)
+        self._data = data
+        self._script = script
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, up: Callable[[HostAddress], None]) -> None:
+        """Start the process; returns when it listens. Raises `ConfigError` with its reason if it cannot."""
+        self._data.mkdir(parents=True, exist_ok=True)
+        token = secrets.token_urlsafe(32)
+        path = _socket_path(self._data)
+        given = HostSettings(self.name, self._settings, token, self._script, f"unix:{path}")
+        self._process = process = await asyncio.create_subprocess_exec(
+            *host_command(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # Ctrl-C is for the server, which ends its hosts in order.
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(given.dump())
+        line = await process.stdout.readline()
+        answer = json.loads(line) if line else {"error": f"it ended with code {await process.wait()}"}
+        if "error" in answer:
+            self.kill()
+            await process.wait()
+            raise ConfigError(f"{answer['error']}")
+        up(HostAddress(self.name, f"unix:{path}", token))
+
+    async def supervise(self, up: Callable[[HostAddress], None], down: Callable[[str, str], None]) -> None:
+        """Report the death of the process and start it again, forever."""
+        loop = asyncio.get_running_loop()
+        pause, began = _FIRST_PAUSE, loop.time()
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            reason = f"node host {self.name} {_describe_end(code)}"
+            log.error("%s; it is started again in %g s", reason, pause)
+            down(self.name, reason)
+            await asyncio.sleep(pause)
+            pause = _FIRST_PAUSE if loop.time() - began > _STEADY_SECONDS else min(_LONGEST_PAUSE, pause * 2)
+            began = loop.time()
+            while True:
+                try:
+                    await self.start(up)
+                    break
+                except (ConfigError, OSError) as error:
+                    log.error("node host %s cannot start: %s; next attempt in %g s", self.name, error, pause)
+                    await asyncio.sleep(pause)
+                    pause = min(_LONGEST_PAUSE, pause * 2)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Let the process end its sandboxes and exit."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            log.error("node host %s did not end in %g s and is killed", self.name, _STOP_SECONDS)
+            self.kill()
+            await process.wait()
+
+
+def _describe_end(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def _socket_path(data: Path) -> Path:
+    """Where a host listens: in its data folder, or in the temporary folder if that path is too long for a socket."""
+    path = data.absolute() / "host.sock"
+    if len(os.fsencode(path)) <= _LONGEST_PATH:
+        return path
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"towline-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+        raise ConfigError(f"{folder} belongs to another user: set XDG_RUNTIME_DIR to a folder of yours")
+    return folder / f"{secrets.token_hex(8)}.sock"

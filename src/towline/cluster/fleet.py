@@ -1,0 +1,427 @@
+"""`Fleet`: the runner of the server: sessions on node hosts, as many as there are.
+
+Where hosts come from is a `HostProvider`'s concern (child processes, Ray); the fleet connects to them, places sessions on
+them, and keeps one policy over all of them. A host that connects later, or again, gets the current policy before its first
+session. A node whose engine or sandbox is down takes no new sessions; the queue is held only if no node takes any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from prometheus_client import Metric
+
+from towline.cluster import wire
+from towline.cluster.fleet_policy import FleetPolicy
+from towline.cluster.placement import NodeOffer, Placement
+from towline.cluster.remote_node import HostAddress, NodeReports, RemoteNode
+from towline.cluster.runner import LogNotFound, NodeLost, SessionLog, SessionOutcome, Stored, StoreRequest
+from towline.cluster.segments import Segments
+from towline.common.mappings import BoundedDict
+from towline.engines.base import PauseMode
+from towline.errors import TowlineError
+from towline.node.task_check import host_access
+from towline.schema import POLICY, BreakerStatus, FailureReason, SandboxKind, Session, SessionState, Task
+
+log = logging.getLogger("towline.cluster")
+NODES = "nodes"
+"""The component whose breaker is open while no node can be reached."""
+_CHECK_SECONDS = 5.0
+"""How long the check of a task waits for a node; without one the task is accepted unchecked."""
+_AFFINITIES = 10_000
+"""Tasks whose latest node is remembered."""
+_STARTED = (SessionState.READY, SessionState.RUNNING)
+
+
+class HostProvider(Protocol):
+    """Starts node hosts and watches them."""
+
+    async def start(self, up: Callable[[HostAddress], None], down: Callable[[str, str], None]) -> None:
+        """Call `up` for every host that listens, now or later, and `down` with the reason when one has died."""
+        ...
+
+    def replace(self, name: str, reason: str) -> None:
+        """End a host that does not respond or cannot work; a new one may come up under the same name."""
+        ...
+
+    def report_demand(self, waiting: int) -> None:
+        """Tell how many sessions wait for room, for providers that can start more hosts."""
+        ...
+
+    async def close(self) -> None:
+        """End the hosts that end with the server."""
+        ...
+
+
+class NodeNotFound(TowlineError):
+    """There is no node of that name."""
+
+
+class Fleet:
+    """Runs sessions on node hosts."""
+
+    name = "fleet"
+
+    def __init__(
+        self,
+        provider: HostProvider,
+        *,
+        sandbox: SandboxKind,
+        shared_engine: bool,
+        lost_seconds: float = 60.0,
+    ):
+        """`sandbox`: the default of the nodes. `shared_engine`: whether all nodes use the same engine replicas."""
+        self._provider = provider
+        self._sandbox = sandbox
+        self._lost_seconds = lost_seconds
+        self.remote: dict[str, RemoteNode] = {}
+        self.placement = Placement()
+        self._policy = FleetPolicy(self._usable_nodes, shared=shared_engine)
+        self._homes: BoundedDict[str, str] = BoundedDict(_AFFINITIES)
+        """The latest node of each task: its environment is prepared there."""
+        self._nodes_of: dict[str, RemoteNode] = {}
+        """The node of each session that was submitted, adopted or recovered, until it is discarded."""
+        self._segments: Segments | None = None
+        self._epoch = 0
+        self._recovered = False
+        self._connected = asyncio.Event()
+        self._freed = asyncio.Event()
+        """Set when a node may have room again."""
+        self._down = BreakerStatus(component=NODES, open=False)
+        self._on_breaker: Callable[[BreakerStatus], None] = lambda status: None
+        self._merged: dict[str, BreakerStatus] = {}
+        self._session_changed: Callable[[Session], None] = lambda session: None
+        self._engine_failed: Callable[[str, FailureReason], None] = lambda engine, reason: None
+        self._room_changed: Callable[[], None] = lambda: None
+
+    # Hosts
+
+    async def use_store(self, segments: Segments, epoch: int) -> None:
+        """Start the hosts; returns when the first one is connected."""
+        self._segments, self._epoch = segments, epoch
+        await self._provider.start(self.host_up, self.host_down)
+        await self._connected.wait()
+
+    def host_up(self, address: HostAddress) -> None:
+        assert self._segments is not None
+        earlier = self.remote.get(address.name)
+        if earlier is not None and earlier.address == address:
+            return
+        reports = NodeReports(self._up, self._down_again, self._changed, self._reported, self._failed_turn)
+        node = RemoteNode(address, self._segments, self._epoch, reports, lost_seconds=self._lost_seconds)
+        self.remote[address.name] = node
+        node.start()
+
+    def host_down(self, name: str, reason: str) -> None:
+        """The process of a host is gone, and every session with it."""
+        node = self.remote.pop(name, None)
+        if node is None:
+            return
+        self.placement.remove(name)
+        node.lose(reason)
+        asyncio.get_running_loop().create_task(node.close())
+        self._changed(node)
+
+    def _usable_nodes(self) -> list[RemoteNode]:
+        return [node for node in self.remote.values() if node.connected]
+
+    async def _up(self, node: RemoteNode) -> None:
+        """Prepare a node that has connected: first its leftovers, then the policy, then sessions."""
+        wanted = node.sessions
+        if self._recovered:
+            if not node.hello["recovered"]:
+                await node.call_now("recover", lost=[])
+            await node.call_now("keep", session_ids=sorted(wanted))
+            await self._policy.apply(node)
+        offer = NodeOffer(node.name, node.hello["capacity"], node.hello["starting"], node.address.labels)
+        self.placement.update(offer)
+        self.placement.release_hold(node.name)
+        self._connected.set()
+
+    def _down_again(self, node: RemoteNode) -> None:
+        self.placement.hold(node.name, "disconnected")
+        self._changed(node)
+
+    def _changed(self, node: RemoteNode) -> None:
+        if node.name in self.remote:
+            if node.lost:
+                self.placement.remove(node.name)
+                self._provider.replace(node.name, node.lost)
+            elif node.connected:
+                self._hold(
+                    node, "breaker", any(one.open and self.needs(one.component) for one in node.breakers.values())
+                )
+                self._hold(node, "trouble", bool(node.trouble))
+                if node.trouble and not node.sessions:
+                    self._provider.replace(node.name, node.trouble)
+        self._update_breakers()
+        self._freed.set()
+        self._room_changed()
+
+    def _hold(self, node: RemoteNode, reason: str, held: bool) -> None:
+        if held:
+            self.placement.hold(node.name, reason)
+        else:
+            self.placement.release_hold(node.name, reason)
+
+    def _reported(self, node: RemoteNode, session: Session) -> None:
+        if session.state in _STARTED:
+            self.placement.started(session.session_id)
+            self._room_changed()
+        self._session_changed(session)
+
+    def _failed_turn(self, engine: str, reason: FailureReason) -> None:
+        self._engine_failed(engine, reason)
+
+    def drain(self, name: str, drained: bool = True) -> None:
+        """Give a node no new sessions; those that run there end as usual."""
+        if name not in self.remote:
+            raise NodeNotFound(f"no node {name!r}; nodes: {', '.join(sorted(self.remote)) or 'none'}")
+        if drained:
+            self.placement.drain(name)
+        else:
+            self.placement.undrain(name)
+        self._room_changed()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(node.close() for node in self.remote.values()))
+        await self._provider.close()
+
+    # Room
+
+    @property
+    def capacity(self) -> int:
+        return self.placement.capacity
+
+    @property
+    def room(self) -> int:
+        return self.placement.room
+
+    @property
+    def trouble(self) -> str:
+        """Always empty: a node in trouble is replaced."""
+        return ""
+
+    def watch_room(self, changed: Callable[[], None]) -> None:
+        self._room_changed = changed
+
+    def watch_sessions(self, changed: Callable[[Session], None]) -> None:
+        self._session_changed = changed
+
+    def watch_engines(self, failed: Callable[[str, FailureReason], None]) -> None:
+        self._engine_failed = failed
+
+    # Circuit breakers
+
+    @property
+    def breakers(self) -> Sequence[BreakerStatus]:
+        """Per component over all nodes: open if no node can use it."""
+        return [*self._merged.values(), *([self._down] if self._down.opened else [])]
+
+    def needs(self, component: str) -> bool:
+        return component in (NODES, f"engine:{POLICY}", f"sandbox:{self._sandbox.value}")
+
+    def watch_breakers(self, changed: Callable[[BreakerStatus], None]) -> None:
+        self._on_breaker = changed
+
+    def _update_breakers(self) -> None:
+        nodes = self._usable_nodes()
+        self._set_down(not nodes)
+        names = dict.fromkeys(name for node in nodes for name in node.breakers)
+        for name in names:
+            found = [node.breakers[name] for node in nodes if name in node.breakers]
+            best = next((one for one in found if not one.open), found[0])
+            status = best.model_copy(update={"opened": sum(one.opened for one in found)})
+            if self._merged.get(name) != status:
+                self._merged[name] = status
+                self._on_breaker(status)
+
+    def _set_down(self, down: bool) -> None:
+        if down != self._down.open and self._connected.is_set():
+            reason = "no node is connected" if down else self._down.reason
+            opened = self._down.opened + down
+            self._down = BreakerStatus(component=NODES, open=down, reason=reason, since=time.time(), opened=opened)
+            self._on_breaker(self._down)
+
+    async def probe(self) -> list[str]:
+        nodes = self._usable_nodes()
+        found = await asyncio.gather(*(node.call("probe") for node in nodes))
+        if len(nodes) == 1:
+            return list(found[0])
+        return [f"{node.name}: {line}" for node, lines in zip(nodes, found, strict=True) for line in lines]
+
+    # Tasks
+
+    async def check(self, task: Task) -> None:
+        nodes = self._usable_nodes()
+        if not nodes:
+            return
+        try:
+            async with asyncio.timeout(_CHECK_SECONDS):
+                await nodes[0].call("check", task=task)
+        except (TimeoutError, NodeLost):
+            log.warning("task %s was accepted unchecked: no node answered", task.task_id)
+
+    def host_access(self, task: Task) -> list[str]:
+        return host_access(task, self._sandbox)
+
+    def forget(self, task_id: str) -> None:
+        self._homes.pop(task_id, None)
+        for node in self.remote.values():
+            node.forget_task(task_id)
+
+    # Sessions
+
+    def submit(self, task: Task, session: Session) -> Awaitable[SessionOutcome]:
+        name = self.placement.place(session.session_id, prefer=self._homes.get(task.task_id, ""))
+        if name is None:
+            return self._submit_later(task, session)
+        return self._submit_to(self.remote[name], task, session)
+
+    def _submit_to(self, node: RemoteNode, task: Task, session: Session) -> Awaitable[SessionOutcome]:
+        self._homes[task.task_id] = node.name
+        session = session.model_copy(update={"node": node.name})
+        return self._outcome(node, session.session_id, node.submit(task, session))
+
+    async def _submit_later(self, task: Task, session: Session) -> SessionOutcome:
+        """A node went away between the count of the room and this call."""
+        while (name := self.placement.place(session.session_id)) is None:
+            self._freed.clear()
+            await self._freed.wait()
+        return await self._submit_to(self.remote[name], task, session)
+
+    def _outcome(
+        self, node: RemoteNode, session_id: str, running: asyncio.Future[SessionOutcome]
+    ) -> Awaitable[SessionOutcome]:
+        self._nodes_of[session_id] = node
+        return asyncio.ensure_future(self._wait(node, session_id, running))
+
+    async def _wait(self, node: RemoteNode, session_id: str, running: asyncio.Future[SessionOutcome]) -> SessionOutcome:
+        try:
+            return await running
+        except asyncio.CancelledError:
+            node.cancel(session_id)
+            raise
+        except BaseException:
+            self._nodes_of.pop(session_id, None)
+            raise
+        finally:
+            self.placement.ended(session_id)
+            self._freed.set()
+
+    def cancel(self, session_id: str) -> None:
+        node = self._nodes_of.get(session_id)
+        if node is not None:
+            node.cancel(session_id)
+
+    async def adopt(self, session_ids: Collection[str]) -> Mapping[str, Awaitable[SessionOutcome]]:
+        found: dict[str, Awaitable[SessionOutcome]] = {}
+        for node in self._usable_nodes():
+            for session_id in {*node.hello["running"], *node.hello["ended"]} & set(session_ids):
+                self.placement.book(session_id, node.name)
+                found[session_id] = self._outcome(node, session_id, node.adopt(session_id))
+        return found
+
+    async def recover(self, lost: Collection[str]) -> AsyncIterator[SessionOutcome]:
+        self._recovered = True
+        for node in self._usable_nodes():
+            await node.call("keep", session_ids=sorted(node.sessions))
+            for fields in await node.call("recover", lost=sorted(lost)):
+                outcome = wire.load_outcome(fields)
+                self._nodes_of[outcome.session.session_id] = node
+                yield outcome
+
+    # Results
+
+    async def store(self, requests: Sequence[StoreRequest]) -> list[Stored]:
+        by_node: dict[RemoteNode | None, list[StoreRequest]] = {}
+        for one in requests:
+            by_node.setdefault(self._nodes_of.get(one.session_id), []).append(one)
+        found = await asyncio.gather(*(self._store_on(node, some) for node, some in by_node.items()))
+        stored = {
+            one.session_id: piece
+            for some, pieces in zip(by_node.values(), found, strict=True)
+            for one, piece in zip(some, pieces, strict=True)
+        }
+        return [stored[one.session_id] for one in requests]
+
+    async def _store_on(self, node: RemoteNode | None, requests: list[StoreRequest]) -> list[Stored]:
+        try:
+            if node is None:
+                raise NodeLost("the node died before its trajectory was stored")
+            answer = await node.call("store", requests=[wire.dump_request(one) for one in requests])
+        except NodeLost as error:
+            return [NodeLost(str(error)) for _ in requests]
+        return [wire.load_stored(one) for one in answer]
+
+    async def discard(self, session_id: str) -> None:
+        node = self._nodes_of.pop(session_id, None)
+        if node is not None:
+            node.forget_session(session_id)
+            try:
+                await node.call("discard", session_id=session_id)
+            except NodeLost:
+                log.debug("session %s: its node is gone", session_id)
+
+    async def erase(self, session_ids: Collection[str]) -> None:
+        if session_ids:
+            for node in self._usable_nodes():
+                await node.call("erase", session_ids=sorted(session_ids))
+
+    async def read_log(self, session_id: str, name: str, most: int) -> SessionLog:
+        names: list[str] = []
+        for node in self._usable_nodes():
+            try:
+                found = await node.call("read_log", session_id=session_id, name=name, most=most)
+            except LogNotFound as error:
+                names += error.names
+            except NodeLost:
+                continue
+            else:
+                return SessionLog(found["data"].encode("latin-1"), found["left_out"], found["names"])
+        raise LogNotFound(sorted(names))
+
+    # Status and policy
+
+    @property
+    def version(self) -> int:
+        return self._policy.version
+
+    def facts(self) -> dict[str, Any]:
+        """The model and engine of the nodes, for display."""
+        nodes = self._usable_nodes()
+        return nodes[0].hello if nodes else {}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [self._node_status(node) for _, node in sorted(self.remote.items())]
+
+    def _node_status(self, node: RemoteNode) -> dict[str, Any]:
+        return {
+            **node.status,
+            "name": node.name,
+            "connected": node.connected,
+            "unusable": self.placement.unusable(node.name) if node.connected else node.lost or "disconnected",
+            "labels": dict(node.address.labels),
+            "pid": node.hello.get("pid"),
+            "host": node.hello.get("host"),
+        }
+
+    async def metrics(self) -> Iterable[Metric]:
+        nodes = self._usable_nodes()
+        found = await asyncio.gather(*(node.call("metrics") for node in nodes), return_exceptions=True)
+        answers = {node.name: one for node, one in zip(nodes, found, strict=True) if not isinstance(one, BaseException)}
+        return wire.merge_metrics(answers)
+
+    async def pause(self, mode: PauseMode, deadline: float | None) -> None:
+        await self._policy.pause(mode, deadline)
+
+    async def resume(self, version: int | None) -> None:
+        await self._policy.resume(version)
+
+    async def update_weights(self, folder: Path, version: int) -> None:
+        await self._policy.update_weights(folder, version)
