@@ -47,6 +47,8 @@ exceptions (`_Name`) are control flow inside one module and never leave it.
         EvaluationFailed             node and evaluator: the control run failed as well
         LaunchError                  cluster: Slurm or Kubernetes refused, or its program is missing
         NodeLost                     server and node
+        NodeNotFound                 server and node: a node that does not exist
+        HostError                    server and node host: a call that failed
         InvalidTask                  server and node: a task that can never run
         LogNotFound                  server and node: a log file that does not exist
         RequestError                 client and server: a rejected request

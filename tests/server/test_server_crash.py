@@ -22,7 +22,7 @@ import aiohttp
 import pytest
 
 from support.server.crashing import SAMPLES, Trainer, hook, look
-from support.server.server_process import Nursery, Process
+from support.server.server_process import Nursery, Process, in_host
 from towline.demo import tokenizer
 
 POINTS = [
@@ -86,9 +86,17 @@ class Crashes:
     async def at(self, point: str, trainer: Trainer) -> None:
         process = self.start(point)
         if await self.ready(process):
+            host = asyncio.create_task(self.kill_after_host(process) if self.serve and in_host(point) else process.dead())
             await trainer.work(process)
+            await host
         await process.dead()
         self.count += 1
+
+    async def kill_after_host(self, process: Process) -> None:
+        """Kill the server once one of its node hosts has died."""
+        while process.alive() and "node host local was killed by SIGKILL" not in process.log.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        process.kill()
 
     async def at_random(self, longest: float, trainer: Trainer) -> None:
         """Kill at a random moment after the start, or after it listens."""

@@ -24,6 +24,7 @@ from towline.cluster.runner import (
     InvalidTask,
     LogNotFound,
     NodeLost,
+    NodeNotFound,
     SessionLog,
     SessionOutcome,
     Stored,
@@ -254,7 +255,10 @@ class FakeRunner:
         data = logs[name]
         return SessionLog(data[-most:], max(0, len(data) - most), sorted(logs))
 
-    def nodes(self) -> list[dict[str, Any]]:
+    def drain(self, name: str, drained: bool) -> None:
+        raise NodeNotFound("the fake node cannot be drained")
+
+    async def nodes(self) -> list[dict[str, Any]]:
         sessions = [{"session_id": name, "turns": 1} for name in self._active]
         return [{"name": self.name, "capacity": self.capacity, "active": len(self._active), "sessions": sessions}]
 

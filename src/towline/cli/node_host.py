@@ -27,7 +27,7 @@ def node_host() -> None:
     """Run one node for a server, which starts this command and writes its settings to standard input."""
     from towline.cluster.child_hosts import HostSettings
 
-    given = HostSettings.load(sys.stdin.buffer.raw.readline())  # type: ignore[attr-defined]
+    given = HostSettings.load(_first_line(sys.stdin.fileno()))
     if given.listen.startswith("unix:"):
         _die_with_parent()
     console = terminal.console(as_json=True)
@@ -94,6 +94,17 @@ def _exit_with_server() -> None:
     """Standard input ends with the server. Exiting at once is as safe as a crash, and sandboxes end with this process."""
     if not os.read(sys.stdin.fileno(), 4096):
         os._exit(1)
+
+
+def _first_line(descriptor: int) -> bytes:
+    """One line, without reading ahead: what follows is for the event loop."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(descriptor, 65_536)
+        if not part:
+            raise SystemExit("towline node-host is started by `towline serve`, which writes its settings to it")
+        line += part
+    return line
 
 
 def _die_with_parent() -> None:

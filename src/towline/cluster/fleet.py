@@ -8,6 +8,7 @@ session. A node whose engine or sandbox is down takes no new sessions; the queue
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -20,11 +21,10 @@ from towline.cluster import wire
 from towline.cluster.fleet_policy import FleetPolicy
 from towline.cluster.placement import NodeOffer, Placement
 from towline.cluster.remote_node import HostAddress, NodeReports, RemoteNode
-from towline.cluster.runner import LogNotFound, NodeLost, SessionLog, SessionOutcome, Stored, StoreRequest
+from towline.cluster.runner import LogNotFound, NodeLost, NodeNotFound, SessionLog, SessionOutcome, Stored, StoreRequest
 from towline.cluster.segments import Segments
 from towline.common.mappings import BoundedDict
 from towline.engines.base import PauseMode
-from towline.errors import TowlineError
 from towline.node.task_check import host_access
 from towline.schema import POLICY, BreakerStatus, FailureReason, SandboxKind, Session, SessionState, Task
 
@@ -33,6 +33,8 @@ NODES = "nodes"
 """The component whose breaker is open while no node can be reached."""
 _CHECK_SECONDS = 5.0
 """How long the check of a task waits for a node; without one the task is accepted unchecked."""
+_STATUS_SECONDS = 2.0
+"""How long the status of a node may take; a busy node is shown with its latest report."""
 _AFFINITIES = 10_000
 """Tasks whose latest node is remembered."""
 _STARTED = (SessionState.READY, SessionState.RUNNING)
@@ -56,10 +58,6 @@ class HostProvider(Protocol):
     async def close(self) -> None:
         """End the hosts that end with the server."""
         ...
-
-
-class NodeNotFound(TowlineError):
-    """There is no node of that name."""
 
 
 class Fleet:
@@ -178,7 +176,7 @@ class Fleet:
     def _failed_turn(self, engine: str, reason: FailureReason) -> None:
         self._engine_failed(engine, reason)
 
-    def drain(self, name: str, drained: bool = True) -> None:
+    def drain(self, name: str, drained: bool) -> None:
         """Give a node no new sessions; those that run there end as usual."""
         if name not in self.remote:
             raise NodeNotFound(f"no node {name!r}; nodes: {', '.join(sorted(self.remote)) or 'none'}")
@@ -397,10 +395,14 @@ class Fleet:
         nodes = self._usable_nodes()
         return nodes[0].hello if nodes else {}
 
-    def nodes(self) -> list[dict[str, Any]]:
-        return [self._node_status(node) for _, node in sorted(self.remote.items())]
+    async def nodes(self) -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*(self._node_status(node) for _, node in sorted(self.remote.items()))))
 
-    def _node_status(self, node: RemoteNode) -> dict[str, Any]:
+    async def _node_status(self, node: RemoteNode) -> dict[str, Any]:
+        if node.connected:
+            with contextlib.suppress(TimeoutError, NodeLost):
+                async with asyncio.timeout(_STATUS_SECONDS):
+                    node.status = await node.call("status")
         return {
             **node.status,
             "name": node.name,

@@ -11,7 +11,15 @@ from typing import Any
 from prometheus_client import Metric
 
 from towline.cluster.ended import EndedTrajectories
-from towline.cluster.runner import InvalidTask, LogNotFound, SessionLog, SessionOutcome, Stored, StoreRequest
+from towline.cluster.runner import (
+    InvalidTask,
+    LogNotFound,
+    NodeNotFound,
+    SessionLog,
+    SessionOutcome,
+    Stored,
+    StoreRequest,
+)
 from towline.cluster.segments import Segments
 from towline.engines.base import PauseMode
 from towline.node.node import RolloutNode
@@ -129,8 +137,11 @@ class NodeRunner:
 
     # Status and policy
 
-    def nodes(self) -> list[dict[str, Any]]:
+    async def nodes(self) -> list[dict[str, Any]]:
         return [{"name": self.name, **self.node.status()}]
+
+    def drain(self, name: str, drained: bool) -> None:
+        raise NodeNotFound("the only node cannot be drained")
 
     async def metrics(self) -> Iterable[Metric]:
         return self.node.engine_metrics()

@@ -54,6 +54,7 @@ class NodeHost:
         self._background = BackgroundTasks()
         self._calls: dict[str, Callable[..., Awaitable[Any]]] = {
             "probe": runner.probe,
+            "status": self._node_status,
             "check": self._check,
             "recover": self._recover,
             "keep": self._keep,
@@ -178,8 +179,7 @@ class NodeHost:
             self._send({"report": "status", **self._status()})
 
     def _status(self) -> dict[str, Any]:
-        (status,) = self.runner.nodes()
-        return {"status": status, "version": self.runner.version, "trouble": self.runner.trouble}
+        return {"status": self.runner.node.status(), "version": self.runner.version, "trouble": self.runner.trouble}
 
     # Calls
 
@@ -202,6 +202,9 @@ class NodeHost:
         del self._running[session_id]
         self._outcomes[session_id] = fields
         self._send({"report": "ended", "outcome": fields})
+
+    async def _node_status(self) -> dict[str, Any]:
+        return self.runner.node.status()
 
     async def _check(self, task: dict[str, Any]) -> None:
         await self.runner.check(Task.model_validate(task))

@@ -52,6 +52,10 @@ class InvalidTask(TowlineError):
         self.field = field
 
 
+class NodeNotFound(TowlineError):
+    """There is no node of that name."""
+
+
 class LogNotFound(TowlineError):
     """The session has no log file of that name; `names` are the existing ones."""
 
@@ -253,8 +257,12 @@ class Runner(Protocol):
 
     # Status and policy
 
-    def nodes(self) -> list[dict[str, Any]]:
+    async def nodes(self) -> list[dict[str, Any]]:
         """Status of each node, for display."""
+        ...
+
+    def drain(self, name: str, drained: bool) -> None:
+        """Stop or resume giving sessions to a node; raises `NodeNotFound`."""
         ...
 
     async def metrics(self) -> Iterable[Metric]:

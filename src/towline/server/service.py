@@ -7,11 +7,12 @@ import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from towline.cluster.runner import Runner
+from towline.cluster.runner import NodeNotFound, Runner
 from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
 from towline.common.clock import SYSTEM_CLOCK, Clock
@@ -192,6 +193,15 @@ class Service:
             raise ResourceNotFound(f"no task {task_id!r}")
         self.scheduler.apply(effects)
         return await queries.task_status(self.store, task_id)
+
+    async def drain(self, name: str, *, drained: bool) -> list[dict[str, Any]]:
+        """Stop or resume giving sessions to a node."""
+        try:
+            self.runner.drain(name, drained)
+        except NodeNotFound as error:
+            raise ResourceNotFound(str(error)) from error
+        self.signals.work.notify()
+        return await self.runner.nodes()
 
     # Results
 

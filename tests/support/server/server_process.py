@@ -137,7 +137,7 @@ def _fork_servers() -> None:
 
     import towline.benchmarks.fake_runner
     import towline.cli.serve
-    import towline.cluster.local
+    import towline.cluster.fleet
     import towline.engines.scripted
     import towline.runs.run
     import towline.server.api.app  # noqa: F401
@@ -163,14 +163,22 @@ def _fork_servers() -> None:
         print(pid, flush=True)
 
 
+def in_host(point: str) -> bool:
+    """Whether `towline serve` reaches the crash point in a node host, which dies without the server."""
+    return point.startswith(("gateway.", "journal.")) or "_segment" in point
+
+
 def _run_server(order: dict[str, Any]) -> None:
     for number, name in ((1, "said"), (2, "log")):
         os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
 
     from towline.common import crashpoints
 
-    # As the variable does for a program that has imported nothing yet.
-    crashpoints._name, crashpoints._left = crashpoints._parse(order["crash_at"])
+    if order["serve"] and in_host(order["crash_at"]):
+        os.environ[crashpoints.VARIABLE] = order["crash_at"]
+    else:
+        # As the variable does for a program that has imported nothing yet.
+        crashpoints._name, crashpoints._left = crashpoints._parse(order["crash_at"])
     if order["serve"]:
         from towline.cli.serve import app
 

@@ -399,7 +399,20 @@ async def update_weights(weights: WeightsUpdate, service: ServiceDep, caller: Ad
 
 @router.get("/nodes", tags=["service"])
 async def list_nodes(service: ServiceDep, caller: Reader) -> list[dict[str, Any]]:
-    return service.runner.nodes()
+    """The nodes that run sessions, with the progress of each session."""
+    return await service.runner.nodes()
+
+
+@router.post("/nodes/{name}/drain", tags=["service"])
+async def drain_node(service: ServiceDep, caller: Admin, name: Id) -> list[dict[str, Any]]:
+    """Give a node no new sessions; those that run there end as usual. Returns all nodes."""
+    return await service.drain(name, drained=True)
+
+
+@router.post("/nodes/{name}/undrain", tags=["service"])
+async def undrain_node(service: ServiceDep, caller: Admin, name: Id) -> list[dict[str, Any]]:
+    """Let a drained node take sessions again. Returns all nodes."""
+    return await service.drain(name, drained=False)
 
 
 @router.get("/stragglers", tags=["service"])
