@@ -86,7 +86,9 @@ class Crashes:
     async def at(self, point: str, trainer: Trainer) -> None:
         process = self.start(point)
         if await self.ready(process):
-            host = asyncio.create_task(self.kill_after_host(process) if self.serve and in_host(point) else process.dead())
+            host = asyncio.create_task(
+                self.kill_after_host(process) if self.serve and in_host(point) else process.dead()
+            )
             await trainer.work(process)
             await host
         await process.dead()

@@ -26,7 +26,7 @@ from towline.cluster.segments import Segments
 from towline.common.mappings import BoundedDict
 from towline.engines.base import PauseMode
 from towline.node.task_check import host_access
-from towline.schema import POLICY, BreakerStatus, FailureReason, SandboxKind, Session, SessionState, Task
+from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SandboxKind, Session, SessionState, Task
 
 log = logging.getLogger("towline.cluster")
 NODES = "nodes"
@@ -312,10 +312,10 @@ class Fleet:
             self.placement.ended(session_id)
             self._freed.set()
 
-    def cancel(self, session_id: str) -> None:
+    def cancel(self, session_id: str, reason: EndReason = EndReason.CANCELLED) -> None:
         node = self._nodes_of.get(session_id)
         if node is not None:
-            node.cancel(session_id)
+            node.cancel(session_id, reason)
 
     async def adopt(self, session_ids: Collection[str]) -> Mapping[str, Awaitable[SessionOutcome]]:
         found: dict[str, Awaitable[SessionOutcome]] = {}

@@ -26,7 +26,7 @@ from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
 from towline.engines.base import PauseMode
 from towline.errors import TowlineError
-from towline.schema import BreakerStatus, FailureReason, Session, Task
+from towline.schema import BreakerStatus, EndReason, FailureReason, Session, Task
 from towline.schema.files import dump_json, load_json
 
 log = logging.getLogger("towline.host")
@@ -146,7 +146,7 @@ class NodeHost:
             case "submit":
                 self._submit(**args)
             case "cancel":
-                self.runner.cancel(**args)
+                self.runner.cancel(args["session_id"], EndReason(args["reason"]))
             case "forget":
                 self.runner.forget(**args)
             case name:

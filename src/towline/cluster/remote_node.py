@@ -21,7 +21,7 @@ from towline.cluster.runner import NodeLost, SessionOutcome
 from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
 from towline.errors import TowlineError
-from towline.schema import BreakerStatus, FailureReason, Session, Task
+from towline.schema import BreakerStatus, EndReason, FailureReason, Session, Task
 from towline.schema.files import dump_json, load_json
 
 log = logging.getLogger("towline.cluster")
@@ -46,7 +46,7 @@ class _RemoteSession:
     outcome: asyncio.Future[SessionOutcome]
     submission: dict[str, Any] | None = None
     """What to submit if the host does not know the session; an adopted one it does."""
-    cancelled: bool = False
+    cancelled: EndReason | None = None
 
 
 @dataclass(slots=True)
@@ -122,11 +122,11 @@ class RemoteNode:
         self._sessions[session_id] = one
         return one
 
-    def cancel(self, session_id: str) -> None:
+    def cancel(self, session_id: str, reason: EndReason = EndReason.CANCELLED) -> None:
         one = self._sessions.get(session_id)
         if one is not None:
-            one.cancelled = True
-            self._send({"call": "cancel", "args": {"session_id": session_id}})
+            one.cancelled = one.cancelled or reason
+            self._send_cancel(one)
 
     def forget_session(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
@@ -189,8 +189,11 @@ class RemoteNode:
 
     def _send_submit(self, one: _RemoteSession) -> None:
         self._send({"call": "submit", "args": one.submission})
-        if one.cancelled:
-            self._send({"call": "cancel", "args": {"session_id": one.session_id}})
+        self._send_cancel(one)
+
+    def _send_cancel(self, one: _RemoteSession) -> None:
+        if one.cancelled is not None:
+            self._send({"call": "cancel", "args": {"session_id": one.session_id, "reason": one.cancelled.value}})
 
     # The connection
 
@@ -271,8 +274,8 @@ class RemoteNode:
         for session_id, one in list(self._sessions.items()):
             if session_id not in known and one.submission is not None:
                 self._send_submit(one)
-            elif one.cancelled:
-                self.cancel(session_id)
+            else:
+                self._send_cancel(one)
         self._reports.changed(self)
 
     def _set_connected(self, connected: bool) -> None:

@@ -23,7 +23,7 @@ from towline.cluster.segments import SegmentSlice
 from towline.common.crashpoints import crash_point
 from towline.common.mappings import BoundedDict
 from towline.errors import TowlineError
-from towline.schema import EndReason, FailureReason, Session, SessionState, Task
+from towline.schema import EndReason, FailureReason, SessionState, Task
 from towline.schema.files import load_json
 from towline.server.events import Signals
 from towline.server.metrics import ServerMetrics
