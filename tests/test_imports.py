@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "node": CORE | {"engines", "evaluators", "gateway", "harnesses", "sandboxes", "tokens"},
     # Many sessions: on this machine, or as a service
     "runs": {"common", "config", "errors", "gateway", "harnesses", "node", "schema"},
-    "cluster": {"engines", "errors", "node", "schema"},
+    "cluster": {"common", "config", "engines", "errors", "node", "schema"},
     "cluster.launch": {"common", "config", "errors"},
     "server": {"cluster", "common", "config", "engines", "errors", "runs", "schema"},
     # What a trainer sees

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from towline.benchmarks import queue
-from towline.cli.serve import app
+from towline.cli.serve.command import app
 
 
 def test_keys_from_the_command_line(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ class Served:
 
     def __init__(self, data: Path, model: Path, **env: str):
         self.log = data.with_suffix(f".{secrets.token_hex(3)}.log")
-        command = [sys.executable, "-c", "from towline.cli.serve import app; app()"]
+        command = [sys.executable, "-c", "from towline.cli.serve.command import app; app()"]
         options = ["--port", "0", "--data", str(data), "--engine", "scripted", "--model", str(model), "--json"]
         with self.log.open("wb") as log:
             self._process = subprocess.Popen([*command, *options], stdout=log, stderr=log, env=os.environ | env)
@@ -130,7 +130,7 @@ async def test_a_service_from_start_to_stop(model: Path, tmp_path: Path) -> None
         assert list((data / "trajectories").iterdir()) == []  # they are segments now
         made = await asyncio.to_thread(
             subprocess.run,
-            [sys.executable, "-c", "from towline.cli.serve import app; app()", "keys", "create", "--role", "admin", "--data", data],
+            [sys.executable, "-c", "from towline.cli.serve.command import app; app()", "keys", "create", "--role", "admin", "--data", data],
             capture_output=True, text=True, check=True, timeout=_PATIENCE,
         )  # fmt: skip
         key = made.stdout.strip()

@@ -18,9 +18,7 @@ from towline.cli import (
     gateway,
     generate,
     harness,
-    node_host,
     run,
-    serve,
     service,
     store,
     terminal,
@@ -29,6 +27,8 @@ from towline.cli import (
 )
 from towline.cli import service as export
 from towline.cli.doctor import command as doctor
+from towline.cli.serve import command as serve
+from towline.cli.serve import node_host
 from towline.errors import TowlineError
 
 app = typer.Typer(

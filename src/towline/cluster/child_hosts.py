@@ -1,7 +1,7 @@
 """Node hosts as child processes of the server, on one machine.
 
-Each host is a process `towline node-host` that listens on a Unix socket in its data folder. Its settings, with the token,
-come over its standard input, which stays open: a host exits when that closes, so none outlives its server. A host that dies
+Each host is a process `towline node-host` that listens on an abstract Unix socket. Its settings, with the token, come
+over its standard input, which stays open: a host exits when that closes, so none outlives its server. A host that dies
 is started again with backoff; one that cannot start at all the first time stops the server with its error.
 """
 
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import secrets
 import signal
 import sys
@@ -31,8 +30,6 @@ _STEADY_SECONDS = 60.0
 """A host that lived this long starts again after the shortest pause."""
 _STOP_SECONDS = 30.0
 """How long a host may take to end its sandboxes when the server closes."""
-_LONGEST_PATH = 100
-"""Bytes of a Unix socket's path that every system accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class HostSettings:
     token: str
     script: Path | None = None
     listen: str = ""
-    """`unix:PATH`, or `HOST:PORT`."""
+    """`unix:@NAME` for an abstract socket, or `HOST:PORT`."""
 
     def dump(self) -> bytes:
         fields = {"name": self.name, "token": self.token, "listen": self.listen}
@@ -117,8 +114,9 @@ class _Child:
         """Start the process; returns when it listens. Raises `ConfigError` with its reason if it cannot."""
         self._data.mkdir(parents=True, exist_ok=True)
         token = secrets.token_urlsafe(32)
-        path = _socket_path(self._data)
-        given = HostSettings(self.name, self._settings, token, self._script, f"unix:{path}")
+        # An abstract socket: it has no file to copy, to clean up, or with a path that is too long.
+        url = f"unix:@towline-{secrets.token_hex(16)}"
+        given = HostSettings(self.name, self._settings, token, self._script, url)
         self._process = process = await asyncio.create_subprocess_exec(
             *host_command(),
             stdin=asyncio.subprocess.PIPE,
@@ -135,7 +133,7 @@ class _Child:
             self.kill()
             await process.wait()
             raise ConfigError(f"{answer['error']}")
-        up(HostAddress(self.name, f"unix:{path}", token))
+        up(HostAddress(self.name, url, token))
 
     async def supervise(self, up: Callable[[HostAddress], None], down: Callable[[str, str], None]) -> None:
         """Report the death of the process and start it again, forever."""
@@ -181,15 +179,3 @@ class _Child:
 
 def _describe_end(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def _socket_path(data: Path) -> Path:
-    """Where a host listens: in its data folder, or in the temporary folder if that path is too long for a socket."""
-    path = data.absolute() / "host.sock"
-    if len(os.fsencode(path)) <= _LONGEST_PATH:
-        return path
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or "/tmp") / f"towline-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-        raise ConfigError(f"{folder} belongs to another user: set XDG_RUNTIME_DIR to a folder of yours")
-    return folder / f"{secrets.token_hex(8)}.sock"

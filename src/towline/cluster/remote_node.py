@@ -35,7 +35,7 @@ class HostAddress:
 
     name: str
     url: str
-    """`unix:PATH` or `http://HOST:PORT`."""
+    """`unix:@NAME` for an abstract socket, or `http://HOST:PORT`."""
     token: str = field(repr=False)
     labels: dict[str, str] = field(default_factory=dict)
 
@@ -201,7 +201,7 @@ class RemoteNode:
         loop = asyncio.get_running_loop()
         pause, since = _FIRST_PAUSE, loop.time()
         connector = (
-            aiohttp.UnixConnector(self.address.url.removeprefix("unix:"))
+            aiohttp.UnixConnector("\0" + self.address.url.removeprefix("unix:@"))
             if self.address.url.startswith("unix:")
             else aiohttp.TCPConnector()
         )

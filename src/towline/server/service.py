@@ -302,7 +302,7 @@ class Service:
         metrics.broken.set(bool(self.scheduler.broken))
         metrics.breakers(self.runner.breakers)
         metrics.pacing(self.pacer)
-        metrics.nodes(self.runner.nodes())
+        metrics.nodes(await self.runner.nodes())
         metrics.disk_free.set((await asyncio.to_thread(shutil.disk_usage, self.settings.data)).free)
         try:
             metrics.consumers(await queries.consumer_lags(self.store))

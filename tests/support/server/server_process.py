@@ -136,7 +136,7 @@ def _fork_servers() -> None:
     import asyncpg  # noqa: F401
 
     import towline.benchmarks.fake_runner
-    import towline.cli.serve
+    import towline.cli.serve.command
     import towline.cluster.fleet
     import towline.engines.scripted
     import towline.runs.run
@@ -180,7 +180,7 @@ def _run_server(order: dict[str, Any]) -> None:
         # As the variable does for a program that has imported nothing yet.
         crashpoints._name, crashpoints._left = crashpoints._parse(order["crash_at"])
     if order["serve"]:
-        from towline.cli.serve import app
+        from towline.cli.serve.command import app
 
         for name, value in ({"database": order["database"]} | order["settings"]).items():
             os.environ[f"TOWLINE_SERVER__{name.upper()}"] = str(value)

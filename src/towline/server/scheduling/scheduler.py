@@ -1,8 +1,6 @@
-"""The scheduler: claims sessions from the queue, hands them to the runner, and writes their ends to the store.
+"""The scheduler: claims sessions from the queue, hands them to the runner, and passes their ends to the `EndWriter`.
 
-The end of a session is written in this order: the runner stores its trajectory as a segment, then, in one transaction,
-everything that follows from it. Ends that arrive together share a transaction. While the database is down, ends wait;
-none is dropped.
+After a crash it takes over the sessions that still run on living nodes, and ends all others of the earlier server as LOST.
 """
 
 from __future__ import annotations
@@ -11,15 +9,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from sqlalchemy import Row, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from towline.cluster.runner import NodeLost, Runner, SessionOutcome, Stored, StoreRequest
-from towline.cluster.segments import SegmentSlice
+from towline.cluster.runner import NodeLost, Runner, SessionOutcome, StoreRequest
 from towline.common.crashpoints import crash_point
 from towline.common.mappings import BoundedDict
 from towline.errors import TowlineError
@@ -30,7 +26,8 @@ from towline.server.metrics import ServerMetrics
 from towline.server.pacing.pacer import Pacer
 from towline.server.policy import PolicyController
 from towline.server.scheduling import queue
-from towline.server.scheduling.end_sessions import Effects, EndSessions
+from towline.server.scheduling.end_sessions import Effects
+from towline.server.scheduling.end_writer import EndWriter
 from towline.server.scheduling.ending import (
     SessionEnd,
     ended_otherwise,
@@ -41,26 +38,16 @@ from towline.server.scheduling.ending import (
 from towline.server.scheduling.progress import BreakerMonitor, StageWriter
 from towline.server.scheduling.rules import is_suspect, suspects_at_once
 from towline.server.store import tables
-from towline.server.store.database import Outage, Store, is_transient
-from towline.server.store.tables import Phase, chunks
+from towline.server.store.database import Store
+from towline.server.store.tables import Phase
 
 log = logging.getLogger("towline.server")
 _BATCH = 64
-"""Most ends in one transaction, and most sessions claimed at once."""
+"""Maximum number of sessions claimed at once."""
 _CACHED_TASKS = 256
 """Parsed tasks kept in memory."""
 _STOP_TIMEOUT = 60.0
 """Seconds that a shutdown waits for cancelled sessions, and for a database that is down."""
-
-
-@dataclass(slots=True)
-class _PendingEnd:
-    """The end of a session that is not written yet."""
-
-    ending: SessionEnd
-    store: StoreRequest | None
-    """The trajectory that the runner still has to store, if there is one."""
-    written: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 HoldReason = Callable[[], str]
@@ -108,8 +95,7 @@ class SessionScheduler:
         """Active suspects of killing nodes."""
         self._suspecting = quarantine_deaths > 0
         """Whether suspects may be waiting or active."""
-        self._unwritable = Outage("the trajectory storage")
-        self._ends: asyncio.Queue[_PendingEnd] = asyncio.Queue()
+        self._ends = EndWriter(store, runner, self.apply, quarantine_deaths=quarantine_deaths)
         self._tasks: BoundedDict[str, Task] = BoundedDict(_CACHED_TASKS)
         self._loops: list[asyncio.Task[None]] = []
 
@@ -137,10 +123,9 @@ class SessionScheduler:
         async for outcome in self.runner.recover(set(endings)):
             ending = endings.pop(outcome.session.session_id)
             ending.turns = outcome.summary.turns
-            await self._end_lost([_PendingEnd(ending, ended_otherwise(ending))])
+            await self._ends.write_lost([ending], ended_otherwise(ending))
             await self.runner.discard(ending.session_id)
-        for some in chunks(list(endings.values())):
-            await self._end_lost([_PendingEnd(ending, None) for ending in some])
+        await self._ends.write_lost(list(endings.values()))
         self.waiting = await queue.count_waiting(self.store)
         return len(rows) - len(adopted)
 
@@ -157,25 +142,8 @@ class SessionScheduler:
         log.warning("%d sessions of an earlier server still run, and continue", len(claimed))
         return {one.session.session_id for one in claimed}
 
-    async def _end_lost(self, batch: list[_PendingEnd]) -> None:
-        """Write the ends of lost sessions. One with damaged rows is ended separately and does not stop the start."""
-        try:
-            await self._write_batch(batch)
-        except Exception as error:
-            if is_transient(error):
-                raise
-            if len(batch) > 1:
-                for end in batch:
-                    await self._end_lost([end])
-                return
-            ending = batch[0].ending
-            log.error("damaged: rows of session %s: %s: %s", ending.session_id, type(error).__name__, error)
-            await self.store.write_with_retry(
-                partial(queue.set_aside, session_ids=[ending.session_id]), what="a damaged session"
-            )
-
     def start(self) -> None:
-        loops = (self._claim_loop(), self._end_loop(), self.stages.run(), self.breakers.run())
+        loops = (self._claim_loop(), self._ends.run(), self.stages.run(), self.breakers.run())
         self._loops = [asyncio.create_task(loop) for loop in loops]
         for loop in self._loops:
             loop.add_done_callback(self._loop_failed)
@@ -331,7 +299,7 @@ class SessionScheduler:
         try:
             outcome = await running
         except NodeLost as error:
-            self._died(ending, error)
+            ending.died(str(error) or "its node died", company=error.sessions, limit=self.quarantine_deaths)
         except TowlineError as error:
             ending.error, ending.failure = str(error) or repr(error), failure_of(error)
         except Exception as error:
@@ -340,16 +308,10 @@ class SessionScheduler:
         store = None if outcome is None else self._fill_end(ending, outcome)
         ending.stage = self.stages.last(session.session_id)
         ending.steps = await self.stages.take(session.session_id)
-        end = _PendingEnd(ending, store)
-        await self._ends.put(end)
-        await end.written
+        await self._ends.write(ending, store)
+        self._suspecting = self._suspecting or (ending.deaths > claimed.deaths and self.quarantine_deaths > 0)
         if outcome is not None:
             await self.runner.discard(session.session_id)
-
-    def _died(self, ending: SessionEnd, error: NodeLost) -> None:
-        limit = self.quarantine_deaths
-        ending.died(str(error) or "its node died", company=error.sessions, limit=limit)
-        self._suspecting = limit > 0
 
     def _fill_end(self, ending: SessionEnd, outcome: SessionOutcome) -> StoreRequest:
         """Fill in the end; returns the trajectory to store."""
@@ -360,71 +322,6 @@ class SessionScheduler:
         if outcome.lost:
             return fill_session_end(ending, outcome, lost=outcome.lost, why=FailureReason.STORAGE)
         return fill_session_end(ending, outcome)
-
-    async def _end_loop(self) -> None:
-        while True:
-            batch = [await self._ends.get()]
-            while len(batch) < _BATCH and not self._ends.empty():
-                batch.append(self._ends.get_nowait())
-            try:
-                await self._write_batch(batch)
-            except Exception:
-                log.exception("the ends of %d sessions could not be written together; writing one by one", len(batch))
-                await self._one_by_one(batch)
-            for end in batch:
-                if not end.written.done():
-                    end.written.set_result(None)
-
-    async def _one_by_one(self, batch: list[_PendingEnd]) -> None:
-        for end in batch:
-            try:
-                await self._write_batch([end])
-            except Exception as error:
-                # The session stays active in the store; the next server ends it as LOST and retries it.
-                end.written.set_exception(error)
-
-    async def _write_batch(self, batch: list[_PendingEnd]) -> None:
-        """Store the trajectories first, then the rows that name them."""
-        to_store = [(end.ending, end.store) for end in batch if end.store is not None]
-        if to_store:
-            pieces = await self._store([request for _, request in to_store])
-            for (ending, _), piece in zip(to_store, pieces, strict=True):
-                if isinstance(piece, SegmentSlice):
-                    ending.piece = piece
-                elif isinstance(piece, NodeLost):
-                    self._died(ending, piece)
-                    ending.usable, ending.reward, ending.reward_status = False, None, None
-                else:
-                    ending.state, ending.usable = SessionState.FAILED, False
-                    ending.failure = FailureReason.STORAGE
-                    ending.error = f"its trajectory cannot be stored: {piece}"
-        await self._write_ends([end.ending for end in batch])
-
-    async def _store(self, requests: list[StoreRequest]) -> list[Stored]:
-        pause = 0.1
-        while True:
-            try:
-                pieces = await self.runner.store(requests)
-            except OSError as error:
-                self._unwritable.failed(str(error))
-            else:
-                self._unwritable.recovered()
-                return pieces
-            await asyncio.sleep(pause)
-            pause = min(10.0, pause * 2)
-
-    async def _write_ends(self, endings: list[SessionEnd]) -> None:
-        async def write(tx: AsyncConnection) -> Effects:
-            transaction = EndSessions(self.store, tx, self.store.clock.now(), quarantine_deaths=self.quarantine_deaths)
-            effects = await transaction.conclude(endings)
-            crash_point("server.before_commit")
-            return effects
-
-        effects = await self.store.write_with_retry(write, what="the end of a session")
-        crash_point("server.after_commit")
-        for late in effects.fenced:
-            log.warning("session %s had already ended; its late result is discarded", late.session_id)
-        self.apply(effects)
 
     def apply(self, effects: Effects) -> None:
         """Act on what a committed transaction requires."""

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from towline.cli import engines, terminal
@@ -75,15 +74,9 @@ async def _host(given: HostSettings) -> None:
 
 def _listener(where: str) -> tuple[socket.socket, str]:
     """The listening socket and its URL."""
-    if where.startswith("unix:"):
-        path = Path(where.removeprefix("unix:"))
-        path.unlink(missing_ok=True)
+    if where.startswith("unix:@"):
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        old = os.umask(0o077)
-        try:
-            listener.bind(str(path))
-        finally:
-            os.umask(old)
+        listener.bind("\0" + where.removeprefix("unix:@"))
         return listener, where
     host, _, port = where.rpartition(":")
     listener = listen(host, int(port))

@@ -1,0 +1,1 @@
+"""`towline serve` and the node hosts that it starts."""
