@@ -290,7 +290,7 @@ class Service:
     async def slowest(self, limit: int) -> list[SlowSession]:
         """The slowest of the sessions that are being worked on, stragglers first."""
         active = list(self.scheduler.stages.reached.values())
-        return await slowest_sessions(self.store, active, self.metrics.durations, self.runner.nodes(), limit)
+        return await slowest_sessions(self.store, active, self.metrics.durations, await self.runner.nodes(), limit)
 
     async def metrics_text(self) -> bytes:
         metrics = self.metrics

@@ -14,7 +14,8 @@ from typing import Any
 
 from sqlalchemy import select
 
-from towline.schema import Compared, Session, SessionState, SlowSession, Trajectory
+from towline.cluster.runner import SessionOutcome
+from towline.schema import Compared, Session, SessionState, SlowSession
 from towline.server.store import tables
 from towline.server.store.database import Store
 from towline.server.store.tables import chunks
@@ -40,9 +41,9 @@ class StageDurations:
     def __init__(self) -> None:
         self._recent = {stage: deque[float](maxlen=_RECENT) for stage in _TIMINGS}
 
-    def add(self, ended: Trajectory) -> None:
+    def add(self, ended: SessionOutcome) -> None:
         """Take note of an ended session; only those that finished say how long a stage takes."""
-        if ended.state is SessionState.DONE:
+        if ended.session.state is SessionState.DONE:
             for stage, name in _TIMINGS.items():
                 if name in ended.timings:
                     self._recent[stage].append(ended.timings[name])
