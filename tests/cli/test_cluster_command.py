@@ -71,9 +71,20 @@ def test_the_life_of_a_slurm_job(stand_ins: StandIns, tmp_path: Path) -> None:
     assert "tlk-1" not in "".join(shown)
 
     assert towline("cluster", "down") == {"stopped": "42"}
-    assert stand_ins.calls("scancel")[0]["arguments"] == ["42"]
+    assert [call["arguments"] for call in stand_ins.calls("scancel")] == [["--batch", "--signal=TERM", "42"]]
     with pytest.raises(TowlineError, match="nothing was submitted"):
         towline("cluster", "down")
+
+
+def test_a_job_that_waits_is_cancelled(stand_ins: StandIns, tmp_path: Path) -> None:
+    Path("towline.toml").write_text(SLURM)
+    stand_ins.add("sbatch", "print('42')")
+    stand_ins.add("squeue", QUEUE)
+    stand_ins.add("scancel", "(Path(sys.argv[0]).parents[1] / 'state').unlink()")
+    towline("cluster", "up")
+    (tmp_path / "programs/state").write_text("PENDING|(Resources)")
+    assert towline("cluster", "down") == {"stopped": "42"}
+    assert [call["arguments"] for call in stand_ins.calls("scancel")] == [["42"]]
 
 
 def test_a_job_that_slurm_has_forgotten_is_over(stand_ins: StandIns, tmp_path: Path) -> None:

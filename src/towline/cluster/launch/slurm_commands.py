@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from towline.common.files import write_atomically
 
 _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
 _ENDED |= {"REVOKED", "TIMEOUT"}
-_STOP_SECONDS = 180.0
-"""How long a cancelled job may take to end: Slurm's KillWait, and the server's own time to stop."""
+_STOP_SECONDS = 60.0
+"""How long a job may take to end after its server has had its own time to stop."""
+_KILL_SECONDS = 180.0
+"""How long a cancelled job may take to end: Slurm's KillWait, and then some."""
 _GONE = "ENDED"
 """Slurm has forgotten the job."""
 
@@ -58,14 +61,28 @@ class SlurmLauncher:
         )
 
     def down(self, record: LaunchRecord) -> None:
-        if not self.status(record).active:
+        """Signal the batch script, which stops its server first and its steps last; then cancel what is left."""
+        state = self.status(record).state
+        if state == "RUNNING":
+            # It may end by itself at this moment; then there is nothing to signal.
+            with contextlib.suppress(LaunchError):
+                call_program(["scancel", "--batch", "--signal=TERM", record.job_id])
+            if self._ended(record, self.inputs.settings.server.stop_seconds + _STOP_SECONDS):
+                return
+        elif state in _ENDED | {_GONE}:
             return
         call_program(["scancel", record.job_id])
-        until = time.monotonic() + _STOP_SECONDS
-        while (state := self.status(record).state) not in _ENDED | {_GONE}:
+        if not self._ended(record, _KILL_SECONDS):
+            raise LaunchError(f"job {record.job_id} has not ended {_KILL_SECONDS:g} seconds after scancel; see squeue")
+
+    def _ended(self, record: LaunchRecord, seconds: float) -> bool:
+        """Whether the job ends within so many seconds."""
+        until = time.monotonic() + seconds
+        while self.status(record).active:
             if time.monotonic() > until:
-                raise LaunchError(f"job {record.job_id} is {state} {_STOP_SECONDS:g} seconds after scancel; see squeue")
+                return False
             time.sleep(0.5)
+        return True
 
 
 def _queue_state(job_id: str) -> tuple[str, str]:
