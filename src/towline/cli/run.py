@@ -131,12 +131,15 @@ def early_stop_lines(report: EarlyStop | None) -> list[str]:
     """What stopping groups early cut, saved and favours, in a few lines; none if nothing was cut."""
     if report is None:
         return []
-    saved = "unknown" if report.saved_seconds is None else f"about {report.saved_seconds:.1f} s of run time"
-    if report.saved_seconds is not None and report.unestimated:
-        saved += f", and more for {report.unestimated} that outlasted every finished session of their task"
+    outlasted = "outlasted every finished session of their task: what that saved is unknown"
+    if report.saved_seconds is None:
+        saved = f"All {outlasted}."
+    else:
+        saved = f"Run time saved, estimated from longer siblings: {report.saved_seconds:.1f} s."
+        saved += f" {report.unestimated} {outlasted}." if report.unestimated else ""
     lines = [
         f"Early stop: {report.cut} sessions cut ({report.not_started} before their run) after {report.cut_seconds:.1f} s "
-        f"of run time; saved: {saved}."
+        f"of run time. {saved}"
     ]
     finished, so_far = report.finished, report.so_far
     if finished.sessions and so_far.sessions:

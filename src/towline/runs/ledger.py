@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 from towline.common.files import QUARANTINE, Quarantine, lock_file, write_atomically
 from towline.errors import TowlineError
 from towline.schema import FailureTally, SessionState, SessionSummary, Task, Trajectory
+from towline.schema.entities import digest_values
 
 _SCHEDULING = {"num_samples", "min_samples", "grace_seconds", "priority", "max_attempts"}
 """Fields of a task that change how many samples are run and when, not what a sample is."""
@@ -87,7 +88,7 @@ class SampleRecord(SessionSummary):
 
 def task_digest(task: Task) -> str:
     """Digest of what the sessions of a task do; their number, priority and retries are not part of it."""
-    content = task.model_dump(mode="json", exclude=_SCHEDULING)
+    content = digest_values(task.model_dump(mode="json", exclude=_SCHEDULING))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
@@ -233,6 +233,22 @@ class Task(Model):
         if self.min_samples > self.num_samples:
             raise ValueError(f"min_samples {self.min_samples} exceeds num_samples {self.num_samples}")
         return self
+
+
+_ADDED_LATER = ("grace_seconds", "environment.base")
+"""Fields that tasks in the stores and folders of version 0.1 lack, by path; their defaults are falsy."""
+
+
+def digest_values(dumped: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dumped task for a digest that stays the same over versions: later fields count where they are set."""
+    values = dict(dumped)
+    for path in _ADDED_LATER:
+        holder, (*parents, name) = values, path.split(".")
+        for parent in parents:
+            holder[parent] = holder = dict(holder[parent])
+        if not holder.get(name):
+            holder.pop(name, None)
+    return values
 
 
 class Session(Model):

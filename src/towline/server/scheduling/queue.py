@@ -24,6 +24,7 @@ from towline.common.crashpoints import crash_point
 from towline.common.text import one_line
 from towline.config import ServerSettings
 from towline.schema import Accepted, FailureReason, Session, SessionState, Task, TaskState
+from towline.schema.entities import digest_values
 from towline.schema.files import dump_json
 from towline.server.delivery.callbacks import check_callback
 from towline.server.errors import Forbidden, InvalidInput, QueueFull, ResourceConflict
@@ -38,10 +39,6 @@ log = logging.getLogger("towline.server")
 
 LARGEST = 2**31 - 1
 """Largest integer in a column of a task."""
-
-
-_LATER = frozenset({"grace_seconds"})
-"""Fields of a task that stored tasks may lack, and whose default is falsy."""
 
 
 # Submitting
@@ -65,10 +62,7 @@ def serialize_task(task: Task, field: str = "") -> SerializedTask:
         if value is not None and abs(value) > LARGEST:
             raise InvalidInput(f"must be at most {LARGEST}", field=f"{field}.{name}".lstrip("."))
     values = task.model_dump(mode="python")
-    # A task that was stored before a field existed is the same task: such fields count where they are set.
-    known = {name: value for name, value in values.items() if value or name not in _LATER}
-    if known["environment"]["base"] is None:
-        known["environment"] = {name: value for name, value in known["environment"].items() if name != "base"}
+    known = digest_values(values)
     try:
         canonical = orjson.dumps(known, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError:
