@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import update
@@ -13,7 +12,8 @@ from typer.testing import CliRunner
 
 from support.server.server_rig import Rig, rig, task
 from towline.cli import app
-from towline.schema import Compared, Session, SessionState, Trajectory
+from towline.cluster.runner import SessionOutcome
+from towline.schema import Compared, EndReason, Session, SessionState, Trajectory
 from towline.server.scheduling.stragglers import StageDurations, compare
 from towline.server.store import tables
 
@@ -48,9 +48,14 @@ def test_sessions_are_compared_with_siblings_then_with_all(
 
 def test_only_finished_sessions_say_how_long_a_stage_takes() -> None:
     durations = StageDurations()
-    made: dict[str, Any] = {"session_id": "s", "group_id": "t", "timings": {"run": 2.0, "init": 1.0, "queued": 9.0}}
-    durations.add(Trajectory(**made, state=SessionState.DONE, end_reason="exited", error="nothing was sampled"))
-    durations.add(Trajectory(**made, state=SessionState.CANCELLED, end_reason="early_stop"))
+    timings = {"run": 2.0, "init": 1.0, "queued": 9.0}
+    for end in (
+        {"state": SessionState.DONE, "end_reason": EndReason.EXITED, "error": "nothing was sampled"},
+        {"state": SessionState.CANCELLED, "end_reason": EndReason.EARLY_STOP},
+    ):
+        session = Session.model_validate({"session_id": "s", "task_id": "t"} | end)
+        trajectory = Trajectory.model_validate({"session_id": "s", "group_id": "t", "timings": timings} | end)
+        durations.add(SessionOutcome.of(session, trajectory))
     assert list(durations.of(SessionState.RUNNING)) == [2.0]
     assert list(durations.of(SessionState.INIT)) == [1.0]
     assert list(durations.of(SessionState.EVALUATING)) == []
