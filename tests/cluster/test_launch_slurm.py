@@ -130,6 +130,17 @@ def test_ray_joins_several_nodes_with_a_token(stand_ins: StandIns, tmp_path: Pat
     assert nodes == {"--nodelist=n1", "--nodelist=n2", "--nodelist=n3"}
 
 
+def test_without_ray_the_server_gets_the_addresses_of_its_nodes(stand_ins: StandIns, tmp_path: Path) -> None:
+    folder = tmp_path / "a run"
+    settings = {"cluster": {"kind": "slurm", "slurm": {"nodes": 3, "ray": False}}}
+    done = run_job(stand_ins, folder, settings, SLURM_JOB_NODELIST="n1,n2,n3")
+    assert done.returncode == 0, done.stderr
+    nodes = folder / "towline-data/cluster/nodes"
+    assert nodes.read_text() == "n1 10.9.0.1\nn2 10.9.0.2\nn3 10.9.0.3\n"
+    assert stand_ins.calls("towline")[-1]["arguments"][-2:] == ["--cluster", f"slurm:{nodes}"]
+    assert not stand_ins.calls("ray")
+
+
 def test_model_servers_have_a_part_of_the_job(stand_ins: StandIns, tmp_path: Path) -> None:
     engine = {
         "replicas": 2,
@@ -231,7 +242,6 @@ def test_options_come_in_the_order_that_lets_a_user_override(tmp_path: Path) -> 
         ({"slurm": {"setup": ["a\nb"]}}, "one line"),
         ({"slurm": {"time": "soon"}}, "time"),
         ({"slurm": {"interface": "eth0; reboot"}}, "interface"),
-        ({"slurm": {"nodes": 2, "ray": False}}, "ray"),
         ({"name": "Two Words"}, "name"),
         ({"program": []}, "program"),
         ({"secrets": ["A-B"]}, "secrets"),

@@ -1,8 +1,9 @@
-"""Node hosts as child processes of the server, on one machine.
+"""Node hosts as child processes of the server: on this machine, or on others by a command that runs them there.
 
-Each host is a process `towline node-host` that listens on an abstract Unix socket. Its settings, with the token, come
-over its standard input, which stays open: a host exits when that closes, so none outlives its server. A host that dies
-is started again with backoff; one that cannot start at all the first time stops the server with its error.
+Each host is a process `towline node-host` that listens on an abstract Unix socket, or on an address of its machine. Its
+settings, with the token, come over its standard input, which stays open: a host exits when that closes, so none outlives its
+server. A host that dies is started again with backoff; one that cannot start at all the first time stops the server with its
+error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,25 @@ class HostSettings:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """Where one host runs."""
+
+    name: str
+    data: Path
+    """Its data folder; the server creates it."""
+    launcher: tuple[str, ...] = ()
+    """What comes before the host's own command: a program that runs it elsewhere and passes on its standard input."""
+    listen: str = ""
+    """`HOST:PORT`. Default: an abstract Unix socket, for hosts on this machine."""
+
+
+def local_places(data: Path, count: int) -> list[HostPlace]:
+    """Hosts on this machine. The first has the data folder itself: there a single node has always kept its files."""
+    others = [f"local-{number}" for number in range(2, count + 1)]
+    return [HostPlace("local", data), *(HostPlace(name, data / "nodes" / name) for name in others)]
+
+
 def host_command() -> list[str]:
     return [sys.executable, "-m", "towline", "node-host"]
 
@@ -73,12 +93,8 @@ def node_settings(settings: Settings, data: Path) -> Settings:
 class ChildHosts:
     """Starts hosts as child processes and watches them."""
 
-    def __init__(self, settings: Settings, data: Path, *, count: int, script: Path | None = None):
-        # The first node has the data folder itself: there is where a server with one node has always kept its files.
-        names = ["local", *(f"local-{number}" for number in range(2, count + 1))]
-        self._children = [
-            _Child(name, settings, data if name == "local" else data / "nodes" / name, script) for name in names
-        ]
+    def __init__(self, settings: Settings, places: Sequence[HostPlace], *, script: Path | None = None):
+        self._children = [_Child(place, settings, script) for place in places]
         self._background = BackgroundTasks()
 
     async def start(self, up: Callable[[HostAddress], None], down: Callable[[str, str], None]) -> None:
@@ -103,21 +119,22 @@ class ChildHosts:
 class _Child:
     """One host process."""
 
-    def __init__(self, name: str, settings: Settings, data: Path, script: Path | None):
-        self.name = name
-        self._settings = node_settings(settings, data)
-        self._data = data
+    def __init__(self, place: HostPlace, settings: Settings, script: Path | None):
+        self.name = place.name
+        self._place = place
+        self._settings = node_settings(settings, place.data)
         self._script = script
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, up: Callable[[HostAddress], None]) -> None:
         """Start the process; returns when it listens. Raises `ConfigError` with its reason if it cannot."""
-        self._data.mkdir(parents=True, exist_ok=True)
+        self._place.data.mkdir(parents=True, exist_ok=True)
         token = secrets.token_urlsafe(32)
         # An abstract socket: it has no file to copy, to clean up, or with a path that is too long.
-        url = f"unix:@towline-{secrets.token_hex(16)}"
-        given = HostSettings(self.name, self._settings, token, self._script, url)
+        listen = self._place.listen or f"unix:@towline-{secrets.token_hex(16)}"
+        given = HostSettings(self.name, self._settings, token, self._script, listen)
         self._process = process = await asyncio.create_subprocess_exec(
+            *self._place.launcher,
             *host_command(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -133,7 +150,7 @@ class _Child:
             self.kill()
             await process.wait()
             raise ConfigError(f"{answer['error']}")
-        up(HostAddress(self.name, url, token))
+        up(HostAddress(self.name, answer["url"], token))
 
     async def supervise(self, up: Callable[[HostAddress], None], down: Callable[[str, str], None]) -> None:
         """Report the death of the process and start it again, forever."""

@@ -7,9 +7,9 @@ settings: `secrets` names environment variables.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints
 
 from towline.config.section import Section
 
@@ -63,17 +63,11 @@ class SlurmSettings(Section):
     interface: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{0,15}$")] = ""
     """Network interface whose address nodes use, `ib0`. Default: the address by which Slurm knows a node."""
     ray: bool | None = None
-    """Whether nodes are joined by Ray. Default: with more than one node."""
+    """Whether Ray joins the nodes; without it the server starts its hosts by `srun`. Default: with more than one node."""
 
     @property
     def with_ray(self) -> bool:
         return self.nodes > 1 if self.ray is None else self.ray
-
-    @model_validator(mode="after")
-    def _nodes_are_joined(self) -> Self:
-        if self.nodes > 1 and not self.with_ray:
-            raise ValueError("several nodes are joined by Ray; set `ray = true` or `nodes = 1`")
-        return self
 
 
 class KubernetesSettings(Section):

@@ -150,3 +150,19 @@ def test_model_servers_are_another_part_of_the_job(slurm: SlurmCluster) -> None:
     said(slurm, "cluster", "down", folder=folder)
     log = Path(status["log"]).read_text()
     assert sorted(line for line in log.splitlines() if line.startswith("serving")) == ["serving on n2", "serving on n3"]
+
+
+def test_four_nodes_without_ray(slurm: SlurmCluster) -> None:
+    """The server starts a host on every node by srun, and all of them run sessions."""
+    four = {"cluster.slurm.nodes": 4, "cluster.slurm.ray": False, "cluster.slurm.cpus_per_task": 2}
+    folder = prepare(slurm, "srun", **{**four, "node.run_workers": 2})
+    said(slurm, "cluster", "up", folder=folder)
+    status = listening(slurm, folder)
+    service = {"TOWLINE_URL": status["url"], "TOWLINE_KEY": Path(status["key"]).read_text().strip()}
+    tasks = said(slurm, "submit", "tasks.jsonl", "--wait", folder=folder, seconds=600, **service)
+    assert [(one["state"], one["usable"]) for one in tasks] == [("done", 5)] * (SESSIONS // 5)
+    sessions = said(slurm, "sessions", "--limit", "200", folder=folder, **service)
+    assert {one["node"] for one in sessions} == {"n1", "n2", "n3", "n4"}
+    said(slurm, "cluster", "down", folder=folder)
+    left = slurm.as_user(["squeue", "--noheader"])
+    assert (left.returncode, left.stdout) == (0, "")

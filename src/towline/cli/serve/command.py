@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from towline.cli import engines, options, terminal
+from towline.cli.serve.hosts import host_provider
 from towline.config import Settings
 from towline.schema import Role
 
@@ -51,6 +52,9 @@ def serve(
     nodes: Annotated[
         int | None, typer.Option(help="Node host processes; --concurrency is per node. Default: 1.", min=1)
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Where nodes run: `local`, or `slurm:FILE` inside a Slurm job. Default: local.")
+    ] = None,
     log_format: options.LogFormatName = None,
     config: options.Config = None,
     as_json: options.Json = False,
@@ -74,16 +78,15 @@ def serve(
         log={"format": log_format},
     )
     terminal.configure_logging(console, settings.log.format)
-    terminal.run_async(_serve(settings, console, as_json, script))
+    terminal.run_async(_serve(settings, console, as_json, script, cluster))
 
 
-async def _serve(settings: Settings, console: Console, as_json: bool, script: Path | None) -> None:
-    from towline.cluster.child_hosts import ChildHosts
+async def _serve(settings: Settings, console: Console, as_json: bool, script: Path | None, cluster: str | None) -> None:
     from towline.cluster.fleet import Fleet
     from towline.common.gc_tuning import gc_tuning
     from towline.server.api.app import serving
 
-    provider = ChildHosts(settings, settings.server.data, count=settings.server.nodes, script=script)
+    provider = host_provider(settings, cluster, script)
     fleet = Fleet(provider, sandbox=settings.node.sandbox, shared_engine=settings.engine.kind in engines.REMOTE)
     stop = asyncio.Event()
 

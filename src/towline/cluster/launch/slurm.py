@@ -42,6 +42,7 @@ def render_job(inputs: LaunchInputs) -> str:
         "serve_arguments": _words(cluster.arguments, leading=True),
         "interface": cluster.slurm.interface,
         "ray": cluster.slurm.with_ray,
+        "several": cluster.slurm.nodes > 1,
         "ray_program": _words(cluster.ray_program),
         "engine": engine is not None,
     }
