@@ -53,7 +53,7 @@ def serve(
         int | None, typer.Option(help="Node host processes; --concurrency is per node. Default: 1.", min=1)
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="Where nodes run: `local`, or `slurm:FILE` inside a Slurm job. Default: local.")
+        str | None, typer.Option(help="Where nodes run: local, or slurm:FILE inside a Slurm job. Default: local.")
     ] = None,
     log_format: options.LogFormatName = None,
     config: options.Config = None,

@@ -23,7 +23,7 @@ _PDEATHSIG = 1
 
 
 def node_host() -> None:
-    """Run one node for a server, which starts this command and writes its settings to standard input."""
+    """Run one node for the server that starts it, with settings on standard input."""
     from towline.cluster.child_hosts import HostSettings
 
     given = HostSettings.load(_first_line(sys.stdin.fileno()))
