@@ -12,7 +12,10 @@ import logging
 import os
 import random
 import shutil
+import sqlite3
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -37,6 +40,7 @@ from towline.node.node import recover_sessions
 from towline.schema import Trajectory
 from towline.server.store import tables
 from towline.server.store.database import Store, database_url
+from towline.server.store.salvage import salvage
 from towline.tokens.loading import load_codec
 from towline.tokens.templates.sentinel import SentinelCodec
 
@@ -431,6 +435,27 @@ def page(chance: random.Random, path: Path) -> None:
 def half(chance: random.Random, path: Path) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
+
+
+def test_a_crash_before_the_first_checkpoint_is_no_damage(tmp_path: Path) -> None:
+    """Until then the main file of a new database has an almost empty header, and everything is in the write-ahead log."""
+    path = tmp_path / "towline.db"
+    made = f"""
+import os, sqlite3
+database = sqlite3.connect({str(path)!r})
+database.execute("PRAGMA journal_mode = WAL")
+database.execute("CREATE TABLE t (a)")
+database.execute("INSERT INTO t VALUES (7)")
+database.commit()
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", made], check=True)
+    before = path.read_bytes()
+    salvage(path)
+    assert path.read_bytes() == before
+    assert not (tmp_path / "quarantine").exists()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT a FROM t").fetchall() == [(7,)]
 
 
 @pytest.mark.parametrize("damage", [header, definition, page, flip, half])

@@ -33,6 +33,8 @@ NODES = "nodes"
 """The component whose breaker is open while no node can be reached."""
 _CHECK_SECONDS = 5.0
 """How long the check of a task waits for a node; without one the task is accepted unchecked."""
+_START_SECONDS = 30.0
+"""How long the start waits for hosts that do not answer, if one does."""
 _STATUS_SECONDS = 2.0
 """How long the status of a node may take; a busy node is shown with its latest report."""
 _AFFINITIES = 10_000
@@ -100,9 +102,16 @@ class Fleet:
     # Hosts
 
     async def use_store(self, segments: Segments, epoch: int) -> None:
-        """Start the hosts; returns when the first one is connected."""
+        """Start the hosts; returns when all are connected, or one is and the others take too long."""
         self._segments, self._epoch = segments, epoch
         await self._provider.start(self.host_up, self.host_down)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                # What runs on a host that connects later cannot be adopted.
+                await asyncio.gather(*(node.first_connected.wait() for node in self.remote.values()))
+        except TimeoutError:
+            late = [node.name for node in self.remote.values() if not node.connected]
+            log.warning("the server starts without nodes that do not answer: %s", ", ".join(late))
         await self._connected.wait()
 
     def host_up(self, address: HostAddress) -> None:
@@ -234,7 +243,9 @@ class Fleet:
         for name in names:
             found = [node.breakers[name] for node in nodes if name in node.breakers]
             best = next((one for one in found if not one.open), found[0])
-            status = best.model_copy(update={"opened": sum(one.opened for one in found)})
+            # A node without this breaker has never had a problem with the component.
+            down = best.open and len(found) == len(nodes)
+            status = best.model_copy(update={"open": down, "opened": sum(one.opened for one in found)})
             if self._merged.get(name) != status:
                 self._merged[name] = status
                 self._on_breaker(status)

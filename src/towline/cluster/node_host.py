@@ -20,8 +20,7 @@ from typing import Any
 from aiohttp import WSMsgType, web
 
 from towline.cluster import wire
-from towline.cluster.local import NodeRunner
-from towline.cluster.runner import SessionOutcome
+from towline.cluster.runner import Runner, SessionOutcome
 from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
 from towline.engines.base import PauseMode
@@ -37,7 +36,7 @@ _STATUS_SECONDS = 1.0
 class NodeHost:
     """One node behind a WebSocket."""
 
-    def __init__(self, runner: NodeRunner, token: str, facts: dict[str, Any]):
+    def __init__(self, runner: Runner, token: str, facts: dict[str, Any]):
         """`token` is the secret that the server proves; `facts` describe the node's model and engine for display."""
         self.runner = runner
         self.incarnation = secrets.token_hex(8)
@@ -106,7 +105,7 @@ class NodeHost:
         # Whatever was reported to an earlier connection is said again, or is part of the greeting.
         outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._outbox = outbox
-        self._send({"hello": self._greeting()})
+        self._send({"hello": await self._greeting()})
         for fields in self._outcomes.values():
             self._send({"report": "ended", "outcome": fields})
         writer = asyncio.create_task(_write(connection, outbox))
@@ -120,7 +119,7 @@ class NodeHost:
                 self._socket = None
         return connection
 
-    def _greeting(self) -> dict[str, Any]:
+    async def _greeting(self) -> dict[str, Any]:
         runner = self.runner
         return {
             **self._facts,
@@ -133,7 +132,7 @@ class NodeHost:
             "ended": list(self._outcomes),
             "recovered": self._recovered,
             "breakers": [one.model_dump(mode="json") for one in runner.breakers],
-            **self._status(),
+            **await self._status(),
         }
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -176,10 +175,11 @@ class NodeHost:
     async def _report_status(self) -> None:
         while True:
             await asyncio.sleep(_STATUS_SECONDS)
-            self._send({"report": "status", **self._status()})
+            self._send({"report": "status", **await self._status()})
 
-    def _status(self) -> dict[str, Any]:
-        return {"status": self.runner.node.status(), "version": self.runner.version, "trouble": self.runner.trouble}
+    async def _status(self) -> dict[str, Any]:
+        status = await self._node_status()
+        return {"status": status, "version": self.runner.version, "trouble": self.runner.trouble}
 
     # Calls
 
@@ -204,7 +204,8 @@ class NodeHost:
         self._send({"report": "ended", "outcome": fields})
 
     async def _node_status(self) -> dict[str, Any]:
-        return self.runner.node.status()
+        (status,) = await self.runner.nodes()
+        return status
 
     async def _check(self, task: dict[str, Any]) -> None:
         await self.runner.check(Task.model_validate(task))

@@ -78,6 +78,7 @@ class RemoteNode:
         self.trouble = ""
         self.breakers: dict[str, BreakerStatus] = {}
         self.connected = False
+        self.first_connected = asyncio.Event()
         self.lost = ""
         """Why its sessions were given up; empty while it is used."""
         self._segments = segments
@@ -280,6 +281,8 @@ class RemoteNode:
 
     def _set_connected(self, connected: bool) -> None:
         self.connected = connected
+        if connected:
+            self.first_connected.set()
         if connected or self.lost:
             self._usable.set()
         else:

@@ -97,8 +97,10 @@ def _valid_header(header: bytes) -> bytes:
         if fixed[place] not in (1, 2):
             fixed[place] = 2
     fixed[20:24] = bytes((0, 64, 32, 32))
-    fixed[44:48] = struct.pack(">I", 4)
-    fixed[52:60] = struct.pack(">II", 0, 1)  # no auto-vacuum, UTF-8
+    if fixed[44:48] + fixed[52:60] != bytes(12):
+        # All three are 0 before the first checkpoint: until then the tables are in the write-ahead log.
+        fixed[44:48] = struct.pack(">I", 4)
+        fixed[52:60] = struct.pack(">II", 0, 1)  # no auto-vacuum, UTF-8
     return bytes(fixed)
 
 
