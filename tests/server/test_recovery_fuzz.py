@@ -450,9 +450,7 @@ database.commit()
 os._exit(0)
 """
     subprocess.run([sys.executable, "-c", made], check=True)
-    before = path.read_bytes()
     salvage(path)
-    assert path.read_bytes() == before
     assert not (tmp_path / "quarantine").exists()
     with contextlib.closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT a FROM t").fetchall() == [(7,)]
