@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -61,6 +62,30 @@ def bench_pacing(
     else:
         pacing.render(result, Console())
     raise typer.Exit(0 if all(result["within"].values()) else 1)
+
+
+@app.command("simulation")
+def bench_simulation(
+    nodes: Annotated[int, typer.Option(help="Simulated nodes. Default: 1000.", min=1)] = 1000,
+    sessions: Annotated[int, typer.Option(help="Sessions that updates use. Default: 100000.", min=1)] = 100_000,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file. Default: none.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Simulate scheduling on many nodes: utilisation, queueing, cost per decision."""
+    from towline.benchmarks.simulation import report
+    from towline.benchmarks.simulation.collection import SimulationPlan
+    from towline.benchmarks.simulation.run import run
+
+    console = terminal.console(as_json)
+    with terminal.progress_reporter(console, "simulation") as told:
+        result = run(SimulationPlan(nodes=nodes, sessions=sessions, seed=seed), progress=told)
+    if plot is not None:
+        report.plot(result, plot)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        report.render(result, Console())
 
 
 @app.command("builders")

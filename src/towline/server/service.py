@@ -15,7 +15,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from towline.cluster.runner import NodeNotFound, Runner
 from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
-from towline.common.clock import SYSTEM_CLOCK, Clock
 from towline.config import ServerSettings
 from towline.errors import StoreError
 from towline.schema import Accepted, Acked, Results, SlowSession, Task, TaskStatus, Unit
@@ -47,14 +46,14 @@ _CHECK_SECONDS = 30.0
 class Service:
     """The rollout service without HTTP."""
 
-    def __init__(self, settings: ServerSettings, runner: Runner, *, clock: Clock = SYSTEM_CLOCK):
+    def __init__(self, settings: ServerSettings, runner: Runner, *, store: Store | None = None):
+        """`store`: the database, if it is not the one that the settings name."""
         self.settings = settings
-        self.clock = clock
         self.runner = runner
         self.stopping = asyncio.Event()
         self.signals = Signals()
         self.metrics = ServerMetrics()
-        self.store = Store(database_url(settings.database, settings.data), clock=clock)
+        self.store = store or Store(database_url(settings.database, settings.data))
         self.segments = Segments(settings.segments or settings.data / "segments")
         self.keys = KeyStore(self.store, needed=not is_loopback(settings.host))
         self.leases = LeaseManager(self.store)
@@ -120,7 +119,7 @@ class Service:
         except BaseException:
             await self.store.close()
             raise
-        self.started = self.clock.now()
+        self.started = self.store.clock.now()
 
     async def _orphans(self) -> int:
         """Remove segments that no row names; skipped while the location is down."""
@@ -172,7 +171,7 @@ class Service:
             return []
         room = self.settings.queue - self.scheduler.waiting
         try:
-            answers, waiting = await queue.accept(self.store, written, room=room, at=self.clock.now())
+            answers, waiting = await queue.accept(self.store, written, room=room, at=self.store.clock.now())
         except QueueFull as error:
             self.metrics.refused.inc()
             error.retry_after = 5.0
@@ -186,7 +185,7 @@ class Service:
 
     async def cancel(self, task_id: str) -> TaskStatus:
         async def write(tx: AsyncConnection) -> Effects | None:
-            return await EndSessions(self.store, tx, self.clock.now()).cancel(task_id)
+            return await EndSessions(self.store, tx, self.store.clock.now()).cancel(task_id)
 
         effects = await self.store.write_with_retry(write, what="cancel")
         if effects is None:
@@ -229,7 +228,7 @@ class Service:
             version = self.policy.now.version
             if gone is not None and gone.is_set():
                 return Results(results=[], dropped=dropped, version=version)
-            found = await self.leases.lease(request, version=version, now=self.clock.now())
+            found = await self.leases.lease(request, version=version, now=self.store.clock.now())
             dropped += found.dropped
             unit = request.unit.value
             self.metrics.dropped.labels(unit).inc(found.dropped)
@@ -243,7 +242,7 @@ class Service:
                 return Results(results=results, dropped=dropped, version=version)
             if not found.more:
                 if found.next_expiry is not None:
-                    left = min(left, max(0.01, found.next_expiry - self.clock.now()))
+                    left = min(left, max(0.01, found.next_expiry - self.store.clock.now()))
                 began = clock()
                 await self.signals.results.wait(count, left)
                 if found.withheld:
@@ -251,13 +250,13 @@ class Service:
 
     async def release(self, consumer: str) -> int:
         """End all leases of a consumer: its results are available again at once."""
-        released = await self.leases.release_all(consumer, now=self.clock.now())
+        released = await self.leases.release_all(consumer, now=self.store.clock.now())
         self.signals.results.notify()
         return released
 
     async def ack(self, consumer: str, result_ids: Sequence[str], unusable: Sequence[str] = ()) -> Acked:
         version = self.policy.now.version
-        acked, done = await self.leases.ack(consumer, result_ids, unusable, version=version, now=self.clock.now())
+        acked, done = await self.leases.ack(consumer, result_ids, unusable, version=version, now=self.store.clock.now())
         self.metrics.acked.inc(len(acked.acked))
         for one in done:
             self.pacer.bias.add(consumer, one)
@@ -284,7 +283,7 @@ class Service:
             "active": len(self.scheduler.active),
             "version": self.policy.now.version,
             "paused": self.policy.now.paused,
-            "seconds": round(self.clock.now() - self.started, 1),
+            "seconds": round(self.store.clock.now() - self.started, 1),
         }
 
     async def slowest(self, limit: int) -> list[SlowSession]:

@@ -67,8 +67,11 @@ class PaceGate:
     async def _admitted(self, tx: AsyncConnection, known: Select[Any], count: int) -> list[Row[Any]]:
         """Sessions of groups that may start now."""
         sessions, tasks = tables.sessions, tables.tasks
-        queued = known.add_columns(tasks.c.max_staleness).join(tasks, tasks.c.task_id == sessions.c.task_id)
-        queued = queued.where(tasks.c.state == TaskState.QUEUED.value)
+        # As subqueries, the queue is read in its order and only as far as needed: a join may sort all queued tasks first.
+        own = tasks.c.task_id == sessions.c.task_id
+        staleness = select(tasks.c.max_staleness).where(own).scalar_subquery().label("max_staleness")
+        is_queued = select(tasks.c.task_id).where(own, tasks.c.state == TaskState.QUEUED.value).exists()
+        queued = known.add_columns(staleness).where(is_queued)
         admitted: list[Row[Any]] = []
         decided: dict[str, bool] = {}
         for _ in range(_ROUNDS):

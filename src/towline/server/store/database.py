@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,7 +99,8 @@ def database_url(given: str | None, data: Path) -> URL:
 class Store:
     """One database, used by one server at a time."""
 
-    def __init__(self, url: URL, *, clock: Clock = SYSTEM_CLOCK):
+    def __init__(self, url: URL, *, clock: Clock = SYSTEM_CLOCK, driver: Mapping[str, Any] | None = None):
+        """`driver`: further options of the database engine."""
         self.url = url
         self.clock = clock
         """Gives the times in the rows."""
@@ -111,17 +112,17 @@ class Store:
         self.token = ""
         """Identifies the store in the ids of its results."""
         self.outage = Outage("the database")
-        self._engine = self._make_engine()
+        self._engine = self._make_engine(driver or {})
         self._writing = asyncio.Lock()
         """SQLite has one writer at a time; waiting here is cheaper than polling the file."""
         self._lock_connection: AsyncConnection | None = None
         self._lock: int | None = None
         """Descriptor of the lock file beside an SQLite database."""
 
-    def _make_engine(self) -> AsyncEngine:
+    def _make_engine(self, driver: Mapping[str, Any]) -> AsyncEngine:
         try:
             if self.sqlite:
-                engine = create_async_engine(self.url, connect_args={"timeout": 30})
+                engine = create_async_engine(self.url, connect_args={"timeout": 30}, **driver)
                 event.listen(engine.sync_engine, "connect", _tune_sqlite)
                 event.listen(engine.sync_engine, "begin", _begin_sqlite)
             else:
@@ -129,7 +130,7 @@ class Store:
                 # the network is cut.
                 waits = {"timeout": 30, "command_timeout": 300}
                 engine = create_async_engine(
-                    self.url, pool_pre_ping=True, pool_size=10, max_overflow=10, connect_args=waits
+                    self.url, pool_pre_ping=True, pool_size=10, max_overflow=10, connect_args=waits, **driver
                 )
         except (ImportError, NoSuchModuleError) as error:
             raise ConfigError("a store on PostgreSQL needs its driver: pip install 'towline[postgres]'") from error
