@@ -66,8 +66,8 @@ def bench_pacing(
 
 @app.command("simulation")
 def bench_simulation(
-    nodes: Annotated[int, typer.Option(help="Simulated nodes. Default: 1000.", min=1)] = 1000,
-    sessions: Annotated[int, typer.Option(help="Sessions that updates use. Default: 100000.", min=1)] = 100_000,
+    nodes: Annotated[int, typer.Option(help="Simulated nodes. Default: 200.", min=1)] = 200,
+    sessions: Annotated[int, typer.Option(help="Sessions that updates use. Default: 20000.", min=1)] = 20_000,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file. Default: none.")] = None,
     as_json: options.Json = False,

@@ -10,10 +10,10 @@ import asyncio
 import math
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any
 
 from towline.benchmarks.fake_runner import FakeRunner
 from towline.cluster.placement import NodeOffer, Placement
+from towline.cluster.runner import SessionOutcome
 from towline.common.clock import Clock
 from towline.common.mappings import BoundedDict
 from towline.schema import EndReason, Session, SessionState, Task
@@ -53,7 +53,11 @@ class SimulatedRunner(FakeRunner):
         self._homes: BoundedDict[str, str] = BoundedDict(_HOMES)
         """The node of each task's first session: its environment is prepared there."""
 
-    def submit(self, task: Task, session: Session) -> Awaitable[Any]:
+    @property
+    def room(self) -> int:
+        return self.placement.room
+
+    def submit(self, task: Task, session: Session) -> Awaitable[SessionOutcome]:
         home = self._homes.get(session.task_id, "")
         node = self.placement.place(session.session_id, prefer=home)
         assert node is not None, "the scheduler claims no more than there is room for"
@@ -62,7 +66,7 @@ class SimulatedRunner(FakeRunner):
         self._active[session.session_id] = asyncio.Event()
         return self._run(task, session)
 
-    async def _run(self, task: Task, session: Session) -> Any:
+    async def _run(self, task: Task, session: Session) -> SessionOutcome:
         version, queued, began = self.version, self.clock.now() - session.created, self.clock.monotonic()
         cancelled = self._active[session.session_id]
         try:

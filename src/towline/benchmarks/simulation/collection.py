@@ -51,10 +51,10 @@ class Collection(StrEnum):
 class SimulationPlan:
     """Parameters of a simulated training run."""
 
-    nodes: int = 1000
+    nodes: int = 200
     slots: int = 2
     """Sessions at once per node."""
-    sessions: int = 100_000
+    sessions: int = 20_000
     """That the updates use in total."""
     samples: int = 8
     """Sessions per group."""

@@ -23,7 +23,7 @@ from towline.cluster.placement import NodeOffer, Placement
 
 NODES = (10, 100, 1000)
 _PLACED = 20_000
-_CLAIMED = 300
+CLAIMS = 300
 
 
 def placement_micros(nodes: int, slots: int, seed: int = 0, decisions: int = _PLACED) -> float:
@@ -49,7 +49,7 @@ def placement_micros(nodes: int, slots: int, seed: int = 0, decisions: int = _PL
     return (time.thread_time() - began) / decisions * 1e6
 
 
-async def claim_micros(loop: VirtualTimeLoop, plan: SimulationPlan, folder: Path, decisions: int = _CLAIMED) -> float:
+async def claim_micros(loop: VirtualTimeLoop, plan: SimulationPlan, folder: Path, decisions: int = CLAIMS) -> float:
     """CPU microseconds per session of `SessionScheduler.claim`, one session at a time, on a full cluster."""
     async with serving(loop, plan, folder) as (service, _):
         scheduler, work = service.scheduler, service.signals.work

@@ -21,7 +21,7 @@ import numpy as np
 
 from towline.benchmarks.simulation import decisions, virtual_time
 from towline.benchmarks.simulation.cluster import SimulatedRunner
-from towline.benchmarks.simulation.collection import TrainedGroups, Collection, SimulationPlan, simulate
+from towline.benchmarks.simulation.collection import Collection, SimulationPlan, TrainedGroups, simulate
 
 _MEMORY = Path("/dev/shm")
 
@@ -30,9 +30,10 @@ def run(
     plan: SimulationPlan | None = None,
     *,
     sizes: tuple[int, ...] = decisions.NODES,
+    claims: int = decisions.CLAIMS,
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Run all ways of collection, and measure the cost of decisions at each number of nodes."""
+    """Run all ways of collection, and measure the cost of decisions at each number of nodes, over that many claims."""
     plan = plan or SimulationPlan()
     steps = len(sizes) + len(Collection) * plan.updates
     costs = []
@@ -40,7 +41,7 @@ def run(
         progress(number, steps, f"cost per decision, {nodes} nodes")
         with _folder() as folder:
             sized = decisions.at(plan, nodes)
-            claim = virtual_time.run(partial(decisions.claim_micros, plan=sized, folder=folder))
+            claim = virtual_time.run(partial(decisions.claim_micros, plan=sized, folder=folder, decisions=claims))
         costs.append({"nodes": nodes, "placement_us": decisions.placement_micros(nodes, plan.slots), "claim_us": claim})
     collections = {}
     for number, collection in enumerate(Collection):
@@ -50,7 +51,7 @@ def run(
             progress(before + version, steps, f"{collection}: update {version} of {plan.updates}")
 
         on_update(0)
-        collections[collection.value] = _collect(plan, collection, on_update)
+        collections[collection.value] = collect(plan, collection, on_update)
     return {
         "plan": asdict(plan)
         | {"groups": plan.groups, "updates": plan.updates, "learning_seconds": plan.learning_seconds},
@@ -63,7 +64,10 @@ def run(
     }
 
 
-def _collect(plan: SimulationPlan, collection: Collection, progress: Callable[[int], None]) -> dict[str, Any]:
+def collect(
+    plan: SimulationPlan, collection: Collection, progress: Callable[[int], None] = lambda _: None
+) -> dict[str, Any]:
+    """The figures of one way of collection."""
     began, cpu = time.perf_counter(), time.process_time()
     with _folder() as folder:
         groups, runner = virtual_time.run(lambda loop: simulate(loop, plan, collection, folder, progress))

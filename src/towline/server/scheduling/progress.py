@@ -36,12 +36,15 @@ class StageWriter:
         self.reached: dict[str, Session] = {}
         """Active sessions as they were when they reached their last stage."""
         self._writing = asyncio.Lock()
+        self._any = asyncio.Event()
+        """Set while there may be unwritten stages."""
 
     def changed(self, session: Session) -> None:
         """Record that a session reached a stage."""
         if not session.state.terminal and session.state is not SessionState.QUEUED:
             self._steps.setdefault(session.session_id, []).append(session)
             self.reached[session.session_id] = session
+            self._any.set()
 
     def last(self, session_id: str) -> SessionState:
         return self.reached[session_id].state if session_id in self.reached else SessionState.QUEUED
@@ -59,7 +62,9 @@ class StageWriter:
 
     async def run(self) -> None:
         while True:
+            await self._any.wait()
             await asyncio.sleep(_WRITE_SECONDS)
+            self._any.clear()
             if not self._steps:
                 continue
             async with self._writing:
