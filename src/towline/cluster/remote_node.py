@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,26 @@ from towline.schema.files import dump_json, load_json
 log = logging.getLogger("towline.cluster")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 """Seconds between two attempts to connect."""
+
+
+class AbstractConnector(aiohttp.UnixConnector):
+    """Connects to an abstract Unix socket on any event loop: uvloop refuses its name, but takes a connected socket."""
+
+    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:  # noqa: ASYNC109 - aiohttp calls it
+        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connecting.setblocking(False)
+            async with asyncio.timeout(timeout.sock_connect):
+                await self._loop.sock_connect(connecting, self.path)
+                make: Any = self._factory
+                _, protocol = await self._loop.create_unix_connection(make, sock=connecting)
+        except OSError as error:
+            connecting.close()
+            raise aiohttp.UnixClientConnectorError(self.path, req.connection_key, error) from error
+        except BaseException:
+            connecting.close()
+            raise
+        return protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +223,7 @@ class RemoteNode:
         loop = asyncio.get_running_loop()
         pause, since = _FIRST_PAUSE, loop.time()
         connector = (
-            aiohttp.UnixConnector("\0" + self.address.url.removeprefix("unix:@"))
+            AbstractConnector("\0" + self.address.url.removeprefix("unix:@"))
             if self.address.url.startswith("unix:")
             else aiohttp.TCPConnector()
         )
