@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,14 @@ def test_virtual_time_jumps_over_timers_and_stands_still_for_threads() -> None:
     async def main(loop: VirtualTimeLoop) -> tuple[float, float, float]:
         await asyncio.sleep(86_400.0)
         slept = loop.time()
-        work = asyncio.create_task(asyncio.to_thread(time.sleep, 0.05))
+        await asyncio.to_thread(time.sleep, 0.01)
+        finished = loop.create_future()
+        loop.working = lambda: not finished.done()
+        thread = threading.Timer(0.05, loop.call_soon_threadsafe, (finished.set_result, None))
+        thread.start()
         timer = asyncio.create_task(asyncio.sleep(1.0))
-        done, _ = await asyncio.wait({work, timer}, return_when=asyncio.FIRST_COMPLETED)
-        assert done == {work}
+        await finished
+        thread.join()
         worked = loop.time()
         await timer
         return slept, worked, loop.time()

@@ -1,22 +1,23 @@
 """A simulated cluster behind the `Runner` protocol: nodes that offer slots, and sessions that only take time.
 
 Sessions are placed by the real `Placement`. A session is in INIT for a fixed time, runs for its drawn duration and ends with
-a small, valid trajectory.
+a small, valid trajectory. Storing trajectories is the work of nodes: here one is stored, which stands for all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-from towline.benchmarks.fake_runner import FakeRunner
+from towline.benchmarks.fake_runner import FakeRunner, fake_trajectory
 from towline.cluster.placement import NodeOffer, Placement
-from towline.cluster.runner import SessionOutcome
+from towline.cluster.runner import SessionOutcome, Stored, StoreRequest
+from towline.cluster.segments import Segments
 from towline.common.clock import Clock
 from towline.common.mappings import BoundedDict
-from towline.schema import EndReason, Session, SessionState, Task
+from towline.schema import EndReason, SchemaError, Session, SessionState, Task
 
 _HOMES = 100_000
 """Tasks whose first node is remembered."""
@@ -50,12 +51,21 @@ class SimulatedRunner(FakeRunner):
             self.placement.update(NodeOffer(f"node-{number:05}", slots))
         self.sessions: list[SimulatedSession] = []
         """The sessions that have ended."""
+        self._stored: Stored = SchemaError("use_store comes first")
         self._homes: BoundedDict[str, str] = BoundedDict(_HOMES)
         """The node of each task's first session: its environment is prepared there."""
 
     @property
     def room(self) -> int:
         return self.placement.room
+
+    async def use_store(self, segments: Segments, epoch: int) -> None:
+        await super().use_store(segments, epoch)
+        only = Session(session_id="simulated", task_id="simulated")
+        (self._stored,) = await segments.write([fake_trajectory(only, version=0, full=True)])
+
+    async def store(self, requests: Sequence[StoreRequest]) -> list[Stored]:
+        return [self._stored] * len(requests)
 
     def submit(self, task: Task, session: Session) -> Awaitable[SessionOutcome]:
         home = self._homes.get(session.task_id, "")

@@ -1,8 +1,8 @@
 """An event loop on virtual time: when nothing is ready, its clock jumps to the next timer instead of waiting.
 
-The clock stands still while a thread works for the loop, so that what takes real time takes no virtual time: jobs of
-executors are counted by the loop, and `working` tells of others, such as transactions of a database driver with threads of
-its own. A run is therefore deterministic as far as the code under it is.
+What takes real time takes no virtual time. Jobs for executors run at once in the loop's thread. The clock stands still while
+`working` says that other threads work for the loop, such as those of a database driver. A run without such threads is
+deterministic as far as the code under it is.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         selector = _JumpingSelector()
         selector.loop = self
         self._virtual = 0.0
-        self._jobs = 0
+        self._stopped = 0
         self.working: Callable[[], bool] = lambda: False
-        """Whether threads work that the loop does not know of."""
+        """Whether threads work for the loop."""
         super().__init__(selector)
 
     def time(self) -> float:
@@ -66,7 +66,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     @property
     def busy(self) -> bool:
-        return self._jobs > 0 or self.working()
+        return self._stopped > 0 or self.working()
 
     def jump(self, seconds: float) -> None:
         # The loop asks for the time until its next timer; never less than the clock's resolution, or it asks again.
@@ -75,27 +75,22 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Let no virtual time pass."""
-        self._jobs += 1
+        self._stopped += 1
         try:
             yield
         finally:
-            self._jobs -= 1
+            self._stopped -= 1
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        job = super().run_in_executor(executor, func, *args)
-        self._jobs += 1
-        job.add_done_callback(self._job_done)
+        """Run the job at once, in this thread: the order of events does not depend on the machine."""
+        job: asyncio.Future[T] = self.create_future()
+        try:
+            job.set_result(func(*args))
+        except Exception as error:
+            job.set_exception(error)
         return job
-
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        # A thread of its own waits for the executor's threads.
-        with self.stopped():
-            await super().shutdown_default_executor()
-
-    def _job_done(self, job: asyncio.Future[Any]) -> None:
-        self._jobs -= 1
 
 
 def run(main: Callable[[VirtualTimeLoop], Coroutine[Any, Any, T]]) -> T:
