@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from aiohttp.client_exceptions import UnixClientConnectorError
 
 from towline.cluster import wire
 from towline.cluster.runner import NodeLost, SessionOutcome
@@ -39,11 +40,10 @@ class AbstractConnector(aiohttp.UnixConnector):
             connecting.setblocking(False)
             async with asyncio.timeout(timeout.sock_connect):
                 await self._loop.sock_connect(connecting, self.path)
-                make: Any = self._factory
-                _, protocol = await self._loop.create_unix_connection(make, sock=connecting)
+                _, protocol = await self._loop.create_unix_connection(self._factory, sock=connecting)
         except OSError as error:
             connecting.close()
-            raise aiohttp.UnixClientConnectorError(self.path, req.connection_key, error) from error
+            raise UnixClientConnectorError(self.path, req.connection_key, error) from error
         except BaseException:
             connecting.close()
             raise
