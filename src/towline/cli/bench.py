@@ -42,6 +42,28 @@ def bench_load(as_json: options.Json = False) -> None:
         load.render(result, Console())
 
 
+@app.command("planes")
+def bench_planes(
+    sessions: Annotated[int | None, typer.Option(help="Sessions per node host. Default: 24.", min=1)] = None,
+    turns: Annotated[int | None, typer.Option(help="Turns per session. Default: 60.", min=1)] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure two node hosts against one, and the API beside a node that burns all its CPU."""
+    from dataclasses import replace
+
+    from towline.benchmarks import planes
+
+    given = {"sessions": sessions, "turns": turns}
+    plan = replace(planes.PlanesPlan(), **{name: value for name, value in given.items() if value is not None})
+    console = terminal.console(as_json)
+    result = planes.run(plan, lambda message: console.print(f"measuring: {message}", style="dim"))
+    if as_json:
+        print(json.dumps(result))
+    else:
+        planes.render(result, console)
+    raise typer.Exit(0 if all(result["within"].values()) else 1)
+
+
 @app.command("pacing")
 def bench_pacing(
     updates: Annotated[int | None, typer.Option(help="Updates of the trainer. Default: 24.", min=4)] = None,
