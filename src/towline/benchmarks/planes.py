@@ -110,6 +110,9 @@ class _Service:
         while time.monotonic() < until:
             status = self.call(f"/v1/tasks/{name}")
             if status["state"] == "done":
+                failed = [one for one in status["sessions"] if one["state"] != "done"]
+                if failed:
+                    raise BenchmarkFailed(f"{len(failed)} sessions failed: {failed[0]['error']}")
                 return list(status["sessions"])
             time.sleep(0.2)
         raise BenchmarkFailed(f"task {name} did not end")
@@ -165,7 +168,7 @@ def _throughput(plan: PlanesPlan, nodes: int) -> list[float]:
         spent = {name: cpu - before[name] for name, cpu in service.host_cpu().items()}
         turns = dict.fromkeys(spent, 0)
         for one in ended:
-            turns[one["node"]] += one["turns"]
+            turns[one["node"]] += plan.turns
         return [turns[name] / spent[name] for name in sorted(spent)]
 
 

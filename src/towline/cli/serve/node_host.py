@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _PDEATHSIG = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
+_NICE = 5
+"""How much less urgent a host and its sandboxes are than the server."""
 
 
 def node_host() -> None:
@@ -29,6 +31,8 @@ def node_host() -> None:
     given = HostSettings.load(_first_line(sys.stdin.fileno()))
     if given.listen.startswith("unix:"):
         _die_with_parent()
+        # On one machine the server comes first: sessions may wait for a CPU, answers of the API should not.
+        os.nice(_NICE)
     console = terminal.console(as_json=True)
     terminal.configure_logging(console, given.settings.log.format)
     # The engine computes in its own thread next to a busy event loop; a short interval keeps it from waiting for the GIL.
