@@ -58,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": CORE | {"client", "engines", "gateway", "runs", "tokens", "trainers"},
     "benchmarks": CORE
     | {"assets", "cluster", "dialects", "engines", "gateway", "runs", "sandboxes", "server", "tokens"},
+    "benchmarks.planes": {"common", "demo", "errors"},
     "benchmarks.builders": {"client", "common", "demo", "schema", "trainers"},
 }
 # Nothing but `python -m towline` imports the command line.

@@ -85,6 +85,7 @@ exceptions (`_Name`) are control flow inside one module and never leave it.
         LedgerError                  runs: a folder that cannot be resumed
         EvalReportError              runs: a report that cannot be read or compared
         CommandInterrupted           cli: an interrupted command
+        VirtualTimeStuck             benchmarks: a simulation without a next event
         BenchmarkFailed              benchmarks: a service that did not do its work
         GatewayRefused               audit: an error response of the gateway
         TemplateRefused              audit: a template that rejects the messages

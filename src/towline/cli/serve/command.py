@@ -88,10 +88,10 @@ async def _serve(settings: Settings, console: Console, as_json: bool, script: Pa
 
     provider = host_provider(settings, cluster, script)
     fleet = Fleet(provider, sandbox=settings.node.sandbox, shared_engine=settings.engine.kind in engines.REMOTE)
-    stop = asyncio.Event()
+    stop, started = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:
-        if stop.is_set():
+        if stop.is_set() or not started.is_set():
             # As safe as a crash: the next server recovers everything, and sandboxes end with this process.
             os._exit(130)
         stop.set()
@@ -100,6 +100,7 @@ async def _serve(settings: Settings, console: Console, as_json: bool, script: Pa
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, on_signal)
     async with serving(settings.server, fleet) as running:
+        started.set()
         keyed = await running.service.keys.exist()
         problems = running.service.problems
         if as_json:
