@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support.cluster.slurm import PATIENCE, UID, SlurmCluster, slurm_cluster
+from support.cluster.slurm import PATIENCE, UID, USER, SlurmCluster, slurm_cluster
 from towline.demo import tiny_model
 
 pytestmark = pytest.mark.timeout(900)
@@ -113,6 +113,8 @@ def test_a_job_of_an_ordinary_user_runs_fifty_sessions(slurm: SlurmCluster) -> N
     status = listening(slurm, folder)
     assert (status["job_id"], status["state"], status["detail"]) == (job["job_id"], "RUNNING", "n1")
     assert status["url"].startswith(f"http://{slurm.address(1)}:")
+    shown = slurm.as_user(["squeue", "--noheader", "--format=%k|%u"])
+    assert shown.stdout == f"{COMMENT}|{USER}\n"
 
     key = Path(status["key"])
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
@@ -121,7 +123,7 @@ def test_a_job_of_an_ordinary_user_runs_fifty_sessions(slurm: SlurmCluster) -> N
     assert "API key missing" in refused.stderr
     tasks = said(slurm, "submit", "tasks.jsonl", "--wait", folder=folder, seconds=600, **service)
     assert [(one["state"], one["usable"]) for one in tasks] == [("done", 5)] * (SESSIONS // 5)
-    sessions = said(slurm, "sessions", "--limit", "200", folder=folder, **service)
+    sessions = sessions_of(slurm, folder, service)
     assert [one["state"] for one in sessions] == ["done"] * SESSIONS
 
     # One job at a time uses a data folder.
@@ -161,8 +163,38 @@ def test_four_nodes_without_ray(slurm: SlurmCluster) -> None:
     service = {"TOWLINE_URL": status["url"], "TOWLINE_KEY": Path(status["key"]).read_text().strip()}
     tasks = said(slurm, "submit", "tasks.jsonl", "--wait", folder=folder, seconds=600, **service)
     assert [(one["state"], one["usable"]) for one in tasks] == [("done", 5)] * (SESSIONS // 5)
-    sessions = said(slurm, "sessions", "--limit", "200", folder=folder, **service)
+    sessions = sessions_of(slurm, folder, service)
     assert {one["node"] for one in sessions} == {"n1", "n2", "n3", "n4"}
     said(slurm, "cluster", "down", folder=folder)
     left = slurm.as_user(["squeue", "--noheader"])
     assert (left.returncode, left.stdout) == (0, "")
+
+
+def test_a_dead_node_costs_its_sessions_and_not_the_job() -> None:
+    with slurm_cluster(3) as slurm:
+        three = {"cluster.slurm.nodes": 3, "cluster.slurm.ray": False, "cluster.slurm.cpus_per_task": 2}
+        folder = prepare(slurm, "dies", sessions=15, **{**three, "node.run_workers": 2})
+        # Long enough that some are running on every node when one dies.
+        (folder / "replies.py").write_text('def script(request):\n    return {"text": "It is 42.", "delay": 3}\n')
+        job = said(slurm, "cluster", "up", folder=folder)
+        status = listening(slurm, folder)
+        service = {"TOWLINE_URL": status["url"], "TOWLINE_KEY": Path(status["key"]).read_text().strip()}
+        said(slurm, "submit", "tasks.jsonl", folder=folder, **service)
+        until = time.monotonic() + PATIENCE
+        while not [
+            one for one in sessions_of(slurm, folder, service) if (one["node"], one["state"]) == ("n3", "running")
+        ]:
+            assert time.monotonic() < until, sessions_of(slurm, folder, service)
+            time.sleep(0.5)
+        slurm.kill_node(3)
+        tasks = said(slurm, "submit", "tasks.jsonl", "--wait", folder=folder, seconds=600, **service)
+        assert [(one["state"], one["usable"]) for one in tasks] == [("done", 5)] * 3
+        lost = [one["node"] for one in sessions_of(slurm, folder, service) if one["state"] == "lost"]
+        assert set(lost) == {"n3"}
+        now = said(slurm, "cluster", "status", folder=folder)
+        assert (now["job_id"], now["state"]) == (job["job_id"], "RUNNING")
+        said(slurm, "cluster", "down", folder=folder)
+
+
+def sessions_of(slurm: SlurmCluster, folder: Path, service: dict[str, str]) -> list[dict[str, Any]]:
+    return list(said(slurm, "sessions", "--limit", "200", folder=folder, **service))

@@ -80,6 +80,7 @@ class SlurmCluster:
         self.place.chmod(0o755)
         self.home = self.place / "home"
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._spaces: list[str] = []
 
     def address(self, node: int) -> str:
@@ -123,7 +124,7 @@ class SlurmCluster:
             inside = "mount -t tmpfs tmpfs /tmp; mount -t tmpfs tmpfs /dev/shm; chmod 1777 /tmp /dev/shm"
             command = f"{inside}; exec slurmd -D -N n{node}"
             own = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-            self._daemon(node, [*own, "sh", "-ec", command])
+            self._nodes[node] = self._daemon(node, [*own, "sh", "-ec", command])
         self._until("all nodes are idle", lambda: self._idle() == self.count)
 
     def stop(self) -> None:
@@ -131,7 +132,7 @@ class SlurmCluster:
         daemons = self._processes[1:]
         for process in daemons:
             # `unshare` ignores SIGTERM and waits for its child, the first process of a node.
-            node = "unshare" in process.args  # type: ignore[operator]
+            node = process in self._nodes.values()
             for pid in _children(process.pid) if node else [process.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
@@ -201,14 +202,14 @@ class SlurmCluster:
         self._processes.append(subprocess.Popen(["unshare", "--mount", "sh", "-ec", "\n".join(steps)]))
         self._until("the mounts are made", lambda: (self.place / "run/mounted").exists())
 
-    def _daemon(self, node: int, command: list[str]) -> None:
+    def _daemon(self, node: int, command: list[str]) -> subprocess.Popen[bytes]:
         with (self.place / f"log/daemons-{node}.log").open("ab") as log:
             where = self._where(node)
-            self._processes.append(
-                subprocess.Popen(
-                    [*where, *command], env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-                )
+            process = subprocess.Popen(
+                [*where, *command], env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
+        self._processes.append(process)
+        return process
 
     def _where(self, node: int) -> list[str]:
         return [
@@ -248,6 +249,13 @@ class SlurmCluster:
         return "\n".join(
             f"== {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in self.place.glob("log/*")
         )
+
+    def kill_node(self, node: int) -> None:
+        """Everything on a node ends at once, as when its machine loses power; its address stays without a listener."""
+        process = self._nodes.pop(node)
+        for pid in _children(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(PATIENCE)
 
     # What the user does
 
