@@ -109,7 +109,9 @@ def test_one_node_needs_no_ray(stand_ins: StandIns, tmp_path: Path) -> None:
 
 
 def test_ray_joins_several_nodes_with_a_token(stand_ins: StandIns, tmp_path: Path) -> None:
-    settings = {"cluster": {"kind": "slurm", "slurm": {"nodes": 3, "setup": ["export FROM_SETUP='one two'"]}}}
+    settings = {
+        "cluster": {"kind": "slurm", "slurm": {"nodes": 3, "ray": True, "setup": ["export FROM_SETUP='one two'"]}}
+    }
     done = run_job(stand_ins, tmp_path / "run", settings, SLURM_JOB_NODELIST="n1,n2,n3", AWAITED="ray=3")
     assert done.returncode == 0, done.stderr
     head, *workers = sorted(stand_ins.calls("ray"), key=lambda call: "--head" not in call["arguments"])
@@ -132,7 +134,7 @@ def test_ray_joins_several_nodes_with_a_token(stand_ins: StandIns, tmp_path: Pat
 
 def test_without_ray_the_server_gets_the_addresses_of_its_nodes(stand_ins: StandIns, tmp_path: Path) -> None:
     folder = tmp_path / "a run"
-    settings = {"cluster": {"kind": "slurm", "slurm": {"nodes": 3, "ray": False}}}
+    settings = {"cluster": {"kind": "slurm", "slurm": {"nodes": 3}}}
     done = run_job(stand_ins, folder, settings, SLURM_JOB_NODELIST="n1,n2,n3")
     assert done.returncode == 0, done.stderr
     nodes = folder / "towline-data/cluster/nodes"
@@ -187,7 +189,7 @@ def test_no_text_of_a_user_is_run(stand_ins: StandIns, tmp_path: Path) -> None:
             "ray_program": ["env", "A=" + HOSTILE, "ray"],
             "arguments": [HOSTILE],
             "engine": {"arguments": [HOSTILE], "command": ["env", "A=" + HOSTILE, "vllm"]},
-            "slurm": {"nodes": 2, "options": ["--comment=" + HOSTILE]},
+            "slurm": {"nodes": 2, "ray": True, "options": ["--comment=" + HOSTILE]},
         },
     }
     folder = tmp_path / "it's $(touch pwned) 100%"

@@ -63,11 +63,11 @@ class SlurmSettings(Section):
     interface: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{0,15}$")] = ""
     """Network interface whose address nodes use, `ib0`. Default: the address by which Slurm knows a node."""
     ray: bool | None = None
-    """Whether Ray joins the nodes; without it the server starts its hosts by `srun`. Default: with more than one node."""
+    """Whether Ray joins the nodes. Default: no, the server starts its node hosts by `srun`."""
 
     @property
     def with_ray(self) -> bool:
-        return self.nodes > 1 if self.ray is None else self.ray
+        return bool(self.ray)
 
 
 class KubernetesSettings(Section):
