@@ -16,7 +16,7 @@ ARGS ?=
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --max-worker-restart=0
 RUFF_PATHS := $(wildcard src tests bench examples)
 
-.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults vllm test-engines test-training test-trainers test-cluster lint format bench audit lock clean
+.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults vllm test-engines test-training test-trainers test-cluster test-images lint format bench audit lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -85,6 +85,10 @@ test-cluster: setup test-system ## Run 50 sessions in a real Slurm job of an ord
 	@bash requirements/system.sh slurmctld:slurm-wlm sbatch:slurm-client munged:munge
 	@bash requirements/cluster.sh
 	$(BIN)/python -m pytest tests/e2e/cluster $(PYTEST_ARGS)
+
+test-images: setup test-system ## Pull images from a real registry and build Dockerfiles with buildah, as root and rootless
+	@bash requirements/system.sh buildah:buildah docker-registry:docker-registry
+	$(BIN)/python -m pytest tests/e2e/images $(PYTEST_ARGS)
 
 vllm: setup
 	@bash requirements/vllm.sh

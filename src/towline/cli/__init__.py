@@ -18,6 +18,7 @@ from towline.cli import (
     gateway,
     generate,
     harness,
+    images,
     run,
     service,
     store,
@@ -44,6 +45,7 @@ app.command()(generate.generate)
 app.command()(train.train)
 app.command()(trace.trace)
 app.add_typer(harness.app, name="harness")
+app.add_typer(images.app, name="images")
 app.command()(doctor.doctor)
 app.add_typer(serve.app, name="serve")
 app.command("node-host", hidden=True)(node_host.node_host)

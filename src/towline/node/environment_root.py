@@ -20,6 +20,7 @@ from towline.config.images import ImageSettings
 from towline.sandboxes.base import Runtime
 from towline.sandboxes.images.build import BuiltEnvironment, build
 from towline.sandboxes.images.oci.buildah import Buildah, Registries
+from towline.sandboxes.images.oci.operation import OnLine
 from towline.sandboxes.images.oci.references import names_image
 from towline.sandboxes.images.oci.stages import Stages
 from towline.sandboxes.images.oci.store import OciImages
@@ -79,6 +80,26 @@ class EnvironmentRoots:
             made = await self.oci.build(context, network=open_network)
             built, digests = made.built, {**digests, **made.images}
         return EnvironmentRoot(self._completed(environment, built), built.layers, digests)
+
+    async def prefetch(self, environment: Environment, on_line: OnLine | None = None) -> EnvironmentRoot | None:
+        """Pull the images of an environment, also those that are known by tag, and build its Dockerfile.
+
+        None if it needs no image, or if the engine of its sandbox or a root of this machine provides it.
+        """
+        if (environment.sandbox or self._settings.sandbox).value in _ENGINES:
+            return None
+        if await asyncio.to_thread(names_image, environment.root):
+            name, local = environment.root, _local_root(environment.root, self._settings.bases) is not None
+            if local or self._base(environment) is ImageBase.HOST:
+                return None
+            await self.oci.resolve(name, on_line, fresh=True)
+            made = await self.oci.root(name, on_line)
+        elif not environment.build or environment.root or await self._is_local(environment, Path(environment.build)):
+            return None
+        else:
+            context, open_network = Path(environment.build), environment.network is Network.OPEN
+            made = await self.oci.build(context, network=open_network, on_line=on_line, fresh=True)
+        return EnvironmentRoot(self._completed(environment, made.built), made.built.layers, made.images)
 
     async def _named(self, environment: Environment) -> tuple[Environment, dict[str, str]]:
         """The environment with a local root instead of the name of an image, and the image's digest."""

@@ -149,11 +149,10 @@ def _environment(folder: Path, config: HarborToml, location: SourceLocation) -> 
         "env": expand_all(table.env, os.environ),
         "workdir": _workdir(table, dockerfile, location),
         "setup": [f"mkdir -p {' '.join(LOGS)}"],
+        "user": config.agent.user or "",
         "resources": {"cpus": table.cpus, "memory_mb": table.memory_mb, "disk_mb": table.storage_mb},
         "artifacts": _sources(config.artifacts, *(step.artifacts for step in config.steps)),
     }
-    if config.agent.user:
-        made["user"] = config.agent.user
     if "image_base" in config.metadata:
         made["base"] = config.metadata["image_base"]
     if table.docker_image:

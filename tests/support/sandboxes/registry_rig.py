@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import shutil
 import signal
 import socket
@@ -64,7 +65,7 @@ def _answers(host: str) -> bool:
 async def push(host: str, folder: Path, name: str, dockerfile: str, *, root: bool = False) -> str:
     """Build a Dockerfile over nothing and push it, from a store of its own; the digest."""
     buildah = Buildah(folder / "publisher", max_bytes=1 << 30, registries=Registries([host]))
-    context = folder / f"context-{name.replace('/', '-').replace(':', '-')}"
+    context = folder / f"context-{secrets.token_hex(4)}"
     context.mkdir()
     (context / "Dockerfile").write_text(dockerfile)
     if root:

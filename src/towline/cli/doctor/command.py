@@ -85,6 +85,7 @@ def _run_checks(settings: Settings, harness: list[str], console: Console, script
                 found += terminal.run_async(engine_checks.check_engine(gateway, codec, settings.engine.kind))
     with console.status("checking the sandboxes"):
         found += terminal.run_async(machine_checks.check_sandboxes(settings))
+        found.append(terminal.run_async(machine_checks.check_images(settings)))
     found += machine_checks.check_harnesses(harness, installs)
     found.append(terminal.run_async(machine_checks.check_database(settings)))
     found += terminal.run_async(machine_checks.check_machine(settings, installs))

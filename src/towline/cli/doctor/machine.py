@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ from towline.errors import TowlineError
 from towline.harnesses.install import Installs
 from towline.harnesses.registry import all_harnesses, find_harness
 from towline.sandboxes.base import Runtime, RuntimeFacts, SandboxError, SandboxSpec, execute
+from towline.sandboxes.images.oci.buildah import Buildah
+from towline.sandboxes.images.oci.namespace import image_user_mapping
 from towline.sandboxes.registry import make_runtime
-from towline.schema import Network, SandboxKind
+from towline.schema import ImageBase, Network, SandboxKind
 
 LIMITS = ("memory_mb", "pids", "cpus", "disk_mb", "seconds")
 MIN_FREE_BYTES = 5 * 1024**3
@@ -75,6 +78,31 @@ def _to_finding(name: str, facts: RuntimeFacts, *, needed: bool) -> Finding:
     values = {"isolated": facts.isolated, "enforced": sorted(facts.enforced), "networks": sorted(facts.networks)}
     level = Level.WARNING if limited else Level.OK
     return Finding("sandboxes", name, level, "; ".join(message), " ".join(facts.notes), values)
+
+
+async def check_images(settings: Settings) -> Finding:
+    """The programs that pull and build images, and what these settings make of an image name."""
+    host = settings.images.base is ImageBase.HOST
+    missing = Buildah.missing()
+    values = {"base": settings.images.base.value, "missing": missing}
+    if missing:
+        message = f"images cannot be pulled or built: no {' and no '.join(missing)}"
+        fix = f'install {" ".join(missing)}; or map images in `node.bases`, or set `images.base = "host"`'
+        return Finding("sandboxes", "images", Level.NOTE, message, fix, values)
+    try:
+        version = await asyncio.to_thread(_buildah_version)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("sandboxes", "images", Level.NOTE, f"buildah does not run: {error}", "reinstall it", values)
+    one_id = image_user_mapping().mapped == 1
+    fix = "install `uidmap` and give this user a range in /etc/subuid and /etc/subgid" if one_id else ""
+    message = version + ("; images are pulled, but no Dockerfile is built: only one user id" if one_id else "")
+    message += '; not used for Dockerfiles: `images.base` is "host"' if host else ""
+    return Finding("sandboxes", "images", Level.WARNING if one_id else Level.OK, message, fix, values)
+
+
+def _buildah_version() -> str:
+    done = subprocess.run(["buildah", "--version"], capture_output=True, text=True, check=True, timeout=30)
+    return done.stdout.split("(")[0].strip()
 
 
 def check_harnesses(wanted: Sequence[str], installs: Installs) -> list[Finding]:

@@ -231,6 +231,10 @@ class RootCache:
         return await self._cache.lease(key, make)
 
     @property
+    def path(self) -> Path:
+        return self._cache.folder
+
+    @property
     def ownership(self) -> str:
         """How roots are owned here: part of the key of a root that `unpack_stream` fills."""
         return str(self._owners)

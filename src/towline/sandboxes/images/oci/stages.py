@@ -28,7 +28,7 @@ class Stages:
         """Lines, instruction and image of each use, in order."""
         ends = [one.line - 1 for one in self._instructions[1:]] + [len(self._lines)]
         variables = _platform_variables()
-        for instruction, end in zip(self._instructions, ends, strict=True):
+        for instruction, end in zip(self._instructions, ends, strict=False):
             if instruction.word == "ARG" and not self._names:
                 self._declare(instruction, variables)
             elif instruction.word == "FROM":

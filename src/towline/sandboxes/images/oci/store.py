@@ -102,8 +102,8 @@ class OciImages:
         image = await self.resolve(name, on_line)
 
         async def make(folder: Path) -> None:
-            image_id = await self._in_store(image, on_line)
-            await self._export(image_id, folder)
+            await self._export(await self._in_store(image, on_line), folder)
+            await self._buildah.shrink()
 
         lease = await self._roots.built(self._key("image", image.image_id), make)
         return await _image_root(lease, {name: image.digest})
@@ -115,8 +115,9 @@ class OciImages:
         args: Mapping[str, str] | None = None,
         network: bool = False,
         on_line: OnLine | None = None,
+        fresh: bool = False,
     ) -> ImageRoot:
-        """The root that the Dockerfile of a folder makes."""
+        """The root that the Dockerfile of a folder makes; with `fresh` registries are asked again what its images are."""
         if namespace.image_user_mapping().mapped == 1:
             raise Unsupported(
                 "a Dockerfile needs more than one user id to build: install `uidmap` and give this user a range in "
@@ -127,7 +128,7 @@ class OciImages:
         bases = {}
         for image in stages.images:
             try:
-                bases[image] = await self.resolve(image, on_line)
+                bases[image] = await self.resolve(image, on_line, fresh=fresh)
             except SandboxError as error:
                 raise type(error)(f"{context / 'Dockerfile'}:{stages.line_of(image)}: FROM {error}") from error
         content = await asyncio.to_thread(files.digest)
@@ -139,9 +140,9 @@ class OciImages:
             pinned = {image: await self._in_store(base, on_line) for image, base in bases.items()}
             image_id = await self._build(stages, files, stages.pinned(pinned), dict(args or {}), network, on_line)
             await self._export(image_id, folder)
+            await self._buildah.shrink()
 
         lease = await self._roots.built(self._key("build", json.dumps(seen)), make)
-        await self._buildah.shrink()
         return await _image_root(lease, {image: base.digest for image, base in bases.items()})
 
     async def resolve(self, name: str, on_line: OnLine | None = None, *, fresh: bool = False) -> ResolvedImage:
@@ -176,13 +177,19 @@ class OciImages:
                 continue
         return sorted(found, key=lambda one: str(one.get("reference")))
 
-    async def prune(self) -> None:
-        """Forget every resolved name, and empty the image store; roots stay in the root cache within its bound."""
+    async def store_bytes(self) -> int:
+        """Bytes of pulled images and build layers."""
+        return await self._buildah.used()
+
+    async def prune(self) -> bool:
+        """Forget every resolved name, and empty the image store unless it is in use; whether it was emptied.
+
+        Roots stay in the root cache within its bound.
+        """
         self._resolved.clear()
         for path in await asyncio.to_thread(lambda: list((self._folder / "refs").glob("*.json"))):
             await asyncio.to_thread(path.unlink, missing_ok=True)
-        if not self._buildah.missing():
-            await self._buildah.empty()
+        return bool(self._buildah.missing()) or await self._buildah.empty()
 
     async def _pull(self, reference: ImageReference, on_line: OnLine | None) -> ResolvedImage:
         if missing := self._buildah.missing():
