@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from support.sandboxes import contract
-from support.sandboxes.registry_rig import BASE, push, registry
+from support.sandboxes.registry_rig import BASE, PASSWORD, USER, push, registry
 from towline.sandboxes.base import SandboxError, SandboxSpec, Unsupported
 from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
 from towline.sandboxes.images.dockerfile import DockerfileError
@@ -280,6 +281,32 @@ async def test_a_mirror_is_asked_first(host: str, tmp_path: Path, roots: RootCac
         assert made.built.env["BASE"] == "from the base"
     finally:
         assert await mirrored.empty()
+
+
+async def test_credentials_come_from_the_file_of_the_variable_and_only_for_pulls(
+    host: str, tmp_path: Path, context: Path, roots: RootCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+    with registry(tmp_path, private=True) as private:
+        auth = tmp_path / "auth.json"
+        auth.write_text(json.dumps({"auths": {private: {"auth": secret}}}))
+        auth.chmod(0o600)
+        monkeypatch.setenv("REGISTRY_AUTH_FILE", str(auth))
+        await push(private, tmp_path, "lab/base:1", BASE, root=True)
+        buildah = Buildah(tmp_path / "images", max_bytes=GB, registries=Registries([private]))
+        store = OciImages(buildah, roots)
+        try:
+            monkeypatch.delenv("REGISTRY_AUTH_FILE")
+            with pytest.raises(ImageUnavailable, match="authentication required"):
+                await store.root(f"{private}/lab/base:1")
+            monkeypatch.setenv("REGISTRY_AUTH_FILE", str(auth))
+            look = "RUN if env | grep -i auth || ls /run/auth.json /images; then exit 9; fi\n"
+            (context / "Dockerfile").write_text(f"FROM {private}/lab/base:1\n{look}")
+            assert (await store.build(context)).built.env["BASE"] == "from the base"
+            found = await buildah.run(("sh", "-c", f"grep -rl {secret} . || true"), what="look", seconds=60)
+            assert found == "", "credentials are never written to the store"
+        finally:
+            assert await buildah.empty()
 
 
 async def test_with_one_user_id_images_are_pulled_and_no_dockerfile_is_built(

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import tarfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,19 +26,26 @@ ENV BASE="from the base" PATH=/opt/bin:/bin:/usr/bin
 """
 
 
+USER, PASSWORD = "reader", "sesame"
+_ACCOUNTS = f"{USER}:$2b$05$Da0sHxnUsG7PrRnOaMGyPOFNk1B1ZvKzwuIvE4iM.dBd5gQvtlYJa\n"
+
+
 @contextlib.contextmanager
-def registry(folder: Path) -> Iterator[str]:
-    """`host:port` of an empty registry."""
+def registry(folder: Path, *, private: bool = False) -> Iterator[str]:
+    """`host:port` of an empty registry; `private` asks for `USER` and `PASSWORD`."""
     program = shutil.which("docker-registry")
     assert program, "these tests need a registry: apt-get install docker-registry"
     with socket.create_server(("127.0.0.1", 0)) as free:
         host = f"127.0.0.1:{free.getsockname()[1]}"
-    settings = {
+    settings: dict[str, object] = {
         "version": "0.1",
         "storage": {"filesystem": {"rootdirectory": str(folder / "registry")}, "delete": {"enabled": True}},
         "http": {"addr": host},
         "log": {"level": "error"},
     }
+    if private:
+        (folder / "accounts").write_text(_ACCOUNTS)
+        settings["auth"] = {"htpasswd": {"realm": "lab", "path": str(folder / "accounts")}}
     file = folder / "registry.yml"
     file.write_text(json.dumps(settings))
     with open(folder / "registry.log", "wb") as log:
@@ -58,6 +66,8 @@ def _answers(host: str) -> bool:
     try:
         with urllib.request.urlopen(f"http://{host}/v2/", timeout=5) as answer:
             return int(answer.status) == 200
+    except urllib.error.HTTPError as error:
+        return error.code == 401
     except OSError:
         return False
 
@@ -81,7 +91,9 @@ async def push(host: str, folder: Path, name: str, dockerfile: str, *, root: boo
     try:
         with contextlib.closing(await asyncio.to_thread(open, packed, "rb")) as stdin:
             return (
-                await buildah.run(("sh", "-c", script), what="push", seconds=120, network=True, stdin=stdin)
+                await buildah.run(
+                    ("sh", "-c", script), what="push", seconds=120, network=True, credentials=True, stdin=stdin
+                )
             ).strip()
     finally:
         await buildah.empty()
@@ -91,10 +103,3 @@ def _owned_by_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member
-
-
-def delete(host: str, name: str, digest: str) -> None:
-    """Remove a manifest from the registry."""
-    request = urllib.request.Request(f"http://{host}/v2/{name}/manifests/{digest}", method="DELETE")
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        assert answer.status == 202

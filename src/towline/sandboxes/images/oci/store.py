@@ -245,7 +245,7 @@ class OciImages:
         work = f"work/{secrets.token_hex(8)}"
         command = ["buildah", "build", *self._buildah.policy, "--isolation", "chroot", "--layers", "--pull-never"]
         # The builder confines steps to a folder with chroot, which this capability would lift.
-        command += ["--cap-drop", "CAP_SYS_CHROOT", "--no-hosts=false", "--http-proxy=false"]
+        command += ["--cap-drop", "CAP_SYS_CHROOT", "--http-proxy=false"]
         for name, value in args.items():
             command += ["--build-arg", f"{name}={value}"]
         command += ["--iidfile", f"{work}.id", "--file", f"{work}/{_DOCKERFILE}", work]
