@@ -17,8 +17,6 @@ from towline.cli import (
     eval,
     gateway,
     generate,
-    harness,
-    images,
     run,
     service,
     store,
@@ -28,6 +26,7 @@ from towline.cli import (
 )
 from towline.cli import service as export
 from towline.cli.doctor import command as doctor
+from towline.cli.installs import harness, images
 from towline.cli.serve import command as serve
 from towline.cli.serve import node_host
 from towline.errors import TowlineError

@@ -44,7 +44,7 @@ def pull(tasks: options.Tasks, config: options.Config = None, as_json: options.J
 
 @app.command("list")
 def list_images(config: options.Config = None, as_json: options.Json = False) -> None:
-    """List the images that were pulled, with their digests, and the space that they use."""
+    """List pulled images with their digests, and the space that they use."""
     console = terminal.console(as_json)
 
     async def work() -> dict[str, Any]:

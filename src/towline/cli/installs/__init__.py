@@ -1,0 +1,1 @@
+"""Commands that get a machine ready for sessions: harness installs, images."""
