@@ -3,7 +3,8 @@
 Both measurements use `towline serve` itself, with the scripted engine and real agent processes that only talk to the model.
 Throughput is turns per CPU second of a host process, alone and beside a second host; agents are other processes and not
 counted. The latency of the API is that of status, listing and lease calls, first idle and then while the node host spends
-all its CPU time, in the same service.
+all its CPU time, in the same service. Sizes are resident memory of the processes, and bytes on disk per session after all
+have ended.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _Service:
     """`towline serve` in a folder of its own."""
 
     def __init__(self, folder: Path, plan: PlanesPlan, nodes: int, script: str):
-        self._model, self._agent = folder / "model", folder / "agent"
+        self._model, self._agent, self.data = folder / "model", folder / "agent", folder / "data"
         for path in (self._model, self._agent):
             path.mkdir(parents=True)
         tokenizer.write(self._model)
@@ -84,7 +85,7 @@ class _Service:
         (folder / "script.py").write_text(script)
         command = [sys.executable, "-m", "towline", "serve", "--json", "--port", "0", "--engine", "scripted"]
         command += ["--sandbox", "process", "--concurrency", str(plan.concurrency), "--nodes", str(nodes)]
-        command += ["--model", str(self._model), "--data", str(folder / "data"), "--script", str(folder / "script.py")]
+        command += ["--model", str(self._model), "--data", str(self.data), "--script", str(folder / "script.py")]
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
         assert self.process.stdout is not None
@@ -157,8 +158,18 @@ def _cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def _throughput(plan: PlanesPlan, nodes: int) -> list[float]:
-    """Turns per CPU second of each host."""
+def _resident(pid: int) -> float:
+    """Resident memory of one process in MB."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _bytes(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    return sum(one.stat().st_size for one in ([path] if path.is_file() else path.rglob("*")) if one.is_file())
+
+
+def _throughput(plan: PlanesPlan, nodes: int, sizes: dict[str, float] | None = None) -> list[float]:
+    """Turns per CPU second of each host; the sizes of one are added to `sizes`."""
     with _serving(plan, nodes, _ANSWER) as service:
         service.submit("warm", nodes * plan.concurrency)
         service.finish("warm")
@@ -169,6 +180,13 @@ def _throughput(plan: PlanesPlan, nodes: int) -> list[float]:
         turns = dict.fromkeys(spent, 0)
         for one in ended:
             turns[one["node"]] += plan.turns
+        if sizes is not None:
+            (host,) = service.call("/v1/nodes")
+            ended_sessions = len(ended) + nodes * plan.concurrency
+            sizes |= {"server_mb": _resident(service.process.pid), "host_mb": _resident(host["pid"])}
+            for name, pattern in (("segments", "segments"), ("database", "towline.db*"), ("logs", "sessions")):
+                used = sum(map(_bytes, service.data.glob(pattern)))
+                sizes[f"{name}_kb_per_session"] = used / 1e3 / ended_sessions
         return [turns[name] / spent[name] for name in sorted(spent)]
 
 
@@ -200,7 +218,8 @@ def _at(values: list[float], share: float) -> float:
 def run(plan: PlanesPlan | None = None, on_progress: OnProgress = lambda message: None) -> dict[str, Any]:
     plan = plan or PlanesPlan()
     on_progress("one host")
-    (alone,) = _throughput(plan, 1)
+    sizes: dict[str, float] = {}
+    (alone,) = _throughput(plan, 1, sizes)
     on_progress("two hosts")
     beside = _throughput(plan, 2)
     on_progress("the API beside a busy node")
@@ -209,6 +228,7 @@ def run(plan: PlanesPlan | None = None, on_progress: OnProgress = lambda message
     return {
         "turns_per_cpu_s": {"one_host": alone, "two_hosts": beside, "ratio": ratio},
         "api": api,
+        "sizes": sizes,
         "within": {"two_hosts": ratio >= 0.9, "api": api["p99_ratio"] <= 2.0},
     }
 
@@ -223,4 +243,6 @@ def render(result: dict[str, Any], console: Console) -> None:
     latency = f"{api['idle_p99_ms']:.1f} ms", f"{api['busy_p99_ms']:.1f} ms"
     table.add_row("p99 of the API", *latency, f"{api['p99_ratio']:.2f}", "at most 2")
     console.print(table)
+    shown = ", ".join(f"{name.replace('_', ' ')} {value:.1f}" for name, value in result["sizes"].items())
+    console.print(f"Sizes: {shown}.", highlight=False)
     console.print(f"The busy node used {api['node_cores']:.2f} cores during the API calls.", highlight=False)

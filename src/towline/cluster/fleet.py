@@ -23,6 +23,7 @@ from towline.cluster.placement import NodeOffer, Placement
 from towline.cluster.remote_node import HostAddress, NodeReports, RemoteNode
 from towline.cluster.runner import LogNotFound, NodeLost, NodeNotFound, SessionLog, SessionOutcome, Stored, StoreRequest
 from towline.cluster.segments import Segments
+from towline.common.background import BackgroundTasks
 from towline.common.mappings import BoundedDict
 from towline.engines.base import PauseMode
 from towline.node.task_check import host_access
@@ -89,6 +90,7 @@ class Fleet:
         self._segments: Segments | None = None
         self._epoch = 0
         self._recovered = False
+        self._background = BackgroundTasks()
         self._connected = asyncio.Event()
         self._freed = asyncio.Event()
         """Set when a node may have room again."""
@@ -131,7 +133,7 @@ class Fleet:
             return
         self.placement.remove(name)
         node.lose(reason)
-        asyncio.get_running_loop().create_task(node.close())
+        self._background.start(node.close())
         self._changed(node)
 
     def _usable_nodes(self) -> list[RemoteNode]:
@@ -198,6 +200,7 @@ class Fleet:
     async def close(self) -> None:
         await asyncio.gather(*(node.close() for node in self.remote.values()))
         await self._provider.close()
+        await self._background.finish()
 
     # Room
 

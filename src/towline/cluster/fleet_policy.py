@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from towline.cluster.remote_node import RemoteNode
@@ -45,15 +45,20 @@ class FleetPolicy:
         return max((node.version for node in self._nodes()), default=0)
 
     async def apply(self, node: RemoteNode) -> None:
-        """Bring a node that has just connected to the policy of the others."""
-        wanted = self._wanted
-        if wanted.version is not None and node.version != wanted.version:
-            if wanted.folder is not None and not self._shared:
-                await node.call_now("update_weights", folder=str(wanted.folder), version=wanted.version)
-            else:
-                await node.call_now("resume", version=wanted.version)
-        if wanted.paused:
-            await node.call_now("pause", mode=PauseMode.ABORT.value, deadline=None)
+        """Bring a node that has just connected to the policy of the others, which may change meanwhile."""
+        version = node.version
+        while True:
+            wanted = replace(self._wanted)
+            if wanted.version is not None and version != wanted.version:
+                if wanted.folder is not None and not self._shared:
+                    await node.call_now("update_weights", folder=str(wanted.folder), version=wanted.version)
+                else:
+                    await node.call_now("resume", version=wanted.version)
+                version = wanted.version
+            if wanted.paused:
+                await node.call_now("pause", mode=PauseMode.ABORT.value, deadline=None)
+            if wanted == self._wanted:
+                return
 
     async def pause(self, mode: PauseMode, deadline: float | None) -> None:
         async with self._changing:
@@ -77,6 +82,8 @@ class FleetPolicy:
             else:
                 await self._all("update_weights", folder=str(folder), version=version)
             self._wanted.version, self._wanted.folder = version, folder
+            for late in [node for node in self._nodes() if node not in nodes]:
+                await self.apply(late)
 
     async def _update_shared(self, nodes: list[RemoteNode], folder: Path, version: int) -> None:
         first, *others = nodes
