@@ -84,6 +84,7 @@ test-trainers: setup system ## Run the adapters' tests with the real TRL, Tinker
 test-cluster: setup test-system ## Run 50 sessions in a real Slurm job of an ordinary user; validate the Kubernetes manifests
 	@bash requirements/system.sh slurmctld:slurm-wlm sbatch:slurm-client munged:munge
 	@bash requirements/cluster.sh
+	@bash requirements/ray.sh
 	$(BIN)/python -m pytest tests/e2e/cluster $(PYTEST_ARGS)
 
 test-images: setup test-system ## Pull images from a real registry and build Dockerfiles with buildah, as root and rootless
@@ -123,6 +124,7 @@ lock: ## Rewrite the hashed requirement files with the newest allowed versions
 	$(LOCK) pyproject.toml -c requirements/dev.txt -o requirements/base.txt
 	$(LOCK) --no-deps requirements/templates.in -o requirements/templates.txt
 	$(LOCK) requirements/cluster.in -o requirements/cluster.txt
+	$(LOCK) requirements/ray.in -c requirements/dev.txt -o requirements/ray.txt
 
 clean: ## Remove .venv, caches and build output; runs/ and the download caches stay
 	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
