@@ -40,7 +40,19 @@ from towline.server.store.database import Store
 from towline.server.store.tables import Phase, add_events, chunks, result_id, take_numbers
 
 _LENGTH = ("turns", "trained_tokens", "seconds")
-_FIELDS = ("state", "end_reason", "failure", "stage", "error", "segment", "place", "sha256", "updated", *_LENGTH)
+_FIELDS = (
+    "state",
+    "node",
+    "end_reason",
+    "failure",
+    "stage",
+    "error",
+    "segment",
+    "place",
+    "sha256",
+    "updated",
+    *_LENGTH,
+)
 _PROGRESS = ("finished", "usable", "grouped", "state", "grace_until", "stopped", "cut")
 """Columns of a task that the ends of its sessions change."""
 _DUE = 100
@@ -148,22 +160,24 @@ class EndSessions:
         """End the rows of the sessions of this epoch; returns how many earlier attempts of each count."""
         table = tables.sessions
         found: dict[str, int] = {}
+        nodes: dict[str, str] = {}
         epochs = {ending.session_id: ending.epoch for ending in endings}
         for some in chunks(sorted(epochs)):
             query = (
-                select(table.c.session_id, table.c.strikes, table.c.epoch)
+                select(table.c.session_id, table.c.strikes, table.c.epoch, table.c.node)
                 .where(table.c.session_id.in_(some), table.c.phase == Phase.ACTIVE)
                 .order_by(table.c.session_id)
                 .with_for_update()
             )
-            rows = await self.tx.execute(query)
-            found |= {row.session_id: row.strikes for row in rows if row.epoch == epochs[row.session_id]}
-        mine = [self._row(ending) for ending in endings if ending.session_id in found]
+            rows = [row for row in await self.tx.execute(query) if row.epoch == epochs[row.session_id]]
+            found |= {row.session_id: row.strikes for row in rows}
+            nodes |= {row.session_id: row.node for row in rows}
+        mine = [self._row(one, one.node or nodes[one.session_id]) for one in endings if one.session_id in found]
         if mine:
             await self.tx.execute(_END_SESSION, mine)
         return found
 
-    def _row(self, ending: SessionEnd) -> dict[str, Any]:
+    def _row(self, ending: SessionEnd, node: str) -> dict[str, Any]:
         error = storable_text(ending.error)
         if ending.state is SessionState.FAILED and not error:
             error = "unknown"
@@ -181,6 +195,7 @@ class EndSessions:
             "to_place": piece.place if piece else None,
             "to_sha256": piece.sha256 if piece else None,
             "to_updated": self.at,
+            "to_node": node,
             **{f"to_{name}": getattr(ending, name) for name in _LENGTH},
         }
 

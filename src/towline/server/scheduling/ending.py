@@ -36,6 +36,8 @@ class SessionEnd(SessionSummary):
     """Oldest policy version among its trained tokens."""
     stage: SessionState = SessionState.QUEUED
     """The last stage before the end."""
+    node: str = ""
+    """The node that ran it, if that is known."""
     hopeless: bool = False
     """A retry would fail in the same way."""
     blameless: bool = False
@@ -137,7 +139,7 @@ def fill_session_end(
         ending.end_reason = summary.end_reason or EndReason.ERROR
     ending.error = ending.error or summary.error
     ending.usable = ending.state is SessionState.DONE and summary.usable
-    ending.lowest_version = outcome.lowest_version
+    ending.lowest_version, ending.node = outcome.lowest_version, session.node
     ending.notes = [storable_text(note) or "" for note in outcome.notes]
     return ended_otherwise(ending) if lost else StoreRequest(ending.session_id)
 
