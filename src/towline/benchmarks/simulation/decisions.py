@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from towline.benchmarks.simulation.collection import Collection, SimulatedTrainer, SimulationPlan, serving
@@ -50,7 +51,7 @@ def placement_micros(nodes: int, slots: int, seed: int = 0, decisions: int = _PL
 
 
 async def claim_micros(loop: VirtualTimeLoop, plan: SimulationPlan, folder: Path, decisions: int = CLAIMS) -> float:
-    """CPU microseconds per session of `SessionScheduler.claim`, one session at a time, on a full cluster."""
+    """CPU microseconds of `SessionScheduler.claim` per session, the median over claims of one session on a full cluster."""
     async with serving(loop, plan, folder) as (service, _):
         scheduler, work = service.scheduler, service.signals.work
         # The service's own loop claims nothing.
@@ -58,12 +59,13 @@ async def claim_micros(loop: VirtualTimeLoop, plan: SimulationPlan, folder: Path
         scheduler.hold_reasons.append(lambda: "" if asyncio.current_task() is mine else "held by the benchmark")
         trainer = asyncio.create_task(SimulatedTrainer(service, plan, Collection.PACED).run())
         try:
-            spent, started, full = 0.0, 0, False
-            while started < decisions:
+            micros: list[float] = []
+            full = False
+            while len(micros) < decisions:
                 count, timed = work.count, _TimedCall(scheduler.claim())
                 claimed = await timed
                 if full and claimed:
-                    spent, started = spent + timed.seconds, started + claimed
+                    micros.append(timed.seconds / claimed * 1e6)
                 full = full or len(scheduler.active) >= plan.total_slots
                 if not claimed:
                     await work.wait(count)
@@ -71,7 +73,7 @@ async def claim_micros(loop: VirtualTimeLoop, plan: SimulationPlan, folder: Path
             trainer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await trainer
-    return spent / started * 1e6
+    return median(micros)
 
 
 class _TimedCall:

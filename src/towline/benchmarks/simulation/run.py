@@ -22,6 +22,7 @@ import numpy as np
 from towline.benchmarks.simulation import decisions, virtual_time
 from towline.benchmarks.simulation.cluster import SimulatedRunner
 from towline.benchmarks.simulation.collection import Collection, SimulationPlan, TrainedGroups, simulate
+from towline.common.gc_tuning import gc_tuning
 
 _MEMORY = Path("/dev/shm")
 
@@ -41,7 +42,9 @@ def run(
         progress(number, steps, f"cost per decision, {nodes} nodes")
         with _folder() as folder:
             sized = decisions.at(plan, nodes)
-            claim = virtual_time.run(partial(decisions.claim_micros, plan=sized, folder=folder, decisions=claims))
+            # As in a server.
+            with gc_tuning():
+                claim = virtual_time.run(partial(decisions.claim_micros, plan=sized, folder=folder, decisions=claims))
         costs.append({"nodes": nodes, "placement_us": decisions.placement_micros(nodes, plan.slots), "claim_us": claim})
     collections = {}
     for number, collection in enumerate(Collection):

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from sqlalchemy import Row, null, or_, select
+from sqlalchemy import ColumnElement, Row, Select, func, null, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.schema import TaskState, Unit
 from towline.server.pacing.pace import GroupPace, Slack, slack, taken_slots
 from towline.server.store import tables
-from towline.server.store.tables import WITHHELD
+from towline.server.store.tables import WITHHELD, Phase
 
 
 def strictest_bound(*limits: int | None) -> int | None:
@@ -40,7 +40,7 @@ class PacedConsumer:
     finished: int
     """Groups that wait to be delivered."""
     slacks: dict[str, Slack]
-    """Slacks of the groups that have started and are not delivered, by task."""
+    """Slacks of the groups that have started and are not delivered, by task; empty if only their number was read."""
     pace: GroupPace
 
     def follows(self, task_id: str) -> bool:
@@ -117,8 +117,68 @@ async def paced_consumer(
     )
 
 
+async def counted_consumer(tx: AsyncConnection, row: Row[Any], version: int) -> PacedConsumer:
+    """The consumer of this locked row, for admission: groups are counted by the database, so the cost per claim does not
+    grow with their number as it does in `paced_consumer`. A group that finishes between both queries, where the database
+    allows that, is counted twice: less is admitted, until the next claim.
+    """
+    tasks, limit = tables.tasks, row.max_staleness
+    slacks: list[Slack] = []
+    running = 0
+    started = (
+        tasks.c.state == TaskState.RUNNING.value,
+        tasks.c.grouped.is_(False),
+        *_prefixed(tasks.c.task_id, row.prefix),
+    )
+    columns = (tasks.c.version, tasks.c.max_staleness)
+    for group in await tx.execute(select(*columns, func.count().label("groups")).where(*started).group_by(*columns)):
+        bound = strictest_bound(limit, group.max_staleness)
+        # Tasks started by an older Towline have no version.
+        slacks += [-1 if group.version is None else slack(group.version, bound, version)] * group.groups
+        running += group.groups
+    in_hand, finished = 0, 0
+    for source in _result_sources(row, version):
+        found = source.where(*_prefixed(source.selected_columns.task_id, row.prefix)).subquery()
+        kinds = (found.c.lowest_version, found.c.max_staleness, found.c.delivery)
+        for result in await tx.execute(select(*kinds, func.count().label("groups")).group_by(*kinds)):
+            left = slack(result.lowest_version, strictest_bound(limit, result.max_staleness), version)
+            if left is not None and left < 0:
+                continue
+            if result.delivery is None or result.delivery == WITHHELD:
+                slacks += [left] * result.groups
+                finished += result.groups
+            else:
+                in_hand += result.groups
+    used = row.used if row.used_version == version else 0
+    size = row.groups_per_update
+    pace = GroupPace.of(size, taken_slots(used, in_hand, size), slacks)
+    return PacedConsumer(row.name, row.prefix, size, limit, used, in_hand, running, finished, {}, pace)
+
+
+def _prefixed(task_id: ColumnElement[str], prefix: str) -> tuple[ColumnElement[bool], ...]:
+    return (func.substr(task_id, 1, len(prefix)) == prefix,) if prefix else ()
+
+
+async def started_with_waiting(tx: AsyncConnection) -> list[str]:
+    """The tasks that have started and have waiting sessions. Reads the whole queue."""
+    sessions, tasks = tables.sessions, tables.tasks
+    has_started = select(tasks.c.task_id).where(
+        tasks.c.task_id == sessions.c.task_id, tasks.c.state == TaskState.RUNNING.value
+    )
+    query = select(sessions.c.task_id).where(sessions.c.phase == Phase.WAITING, has_started.exists()).distinct()
+    return list((await tx.execute(query)).scalars())
+
+
 async def _results(tx: AsyncConnection, row: Row[Any], version: int) -> list[Row[Any]]:
     """Complete groups that the consumer has not acknowledged; of those it has not seen, as many as can matter."""
+    known, fresh = _result_sources(row, version)
+    found: list[Row[Any]] = list(await tx.execute(known))
+    found += [one for one in await tx.execute(fresh) if one.task_id.startswith(row.prefix)]
+    return found
+
+
+def _result_sources(row: Row[Any], version: int) -> tuple[Select[Any], Select[Any]]:
+    """Queries for complete groups that the consumer holds, and for those that it has not seen."""
     results, leases = tables.results, tables.leases
     columns = (results.c.seq, results.c.task_id, results.c.lowest_version, results.c.max_staleness)
     known = (
@@ -126,7 +186,6 @@ async def _results(tx: AsyncConnection, row: Row[Any], version: int) -> list[Row
         .join(results, results.c.seq == leases.c.seq)
         .where(leases.c.consumer == row.name, leases.c.unit == Unit.GROUP.value, results.c.usable)
     )
-    found: list[Row[Any]] = list(await tx.execute(known))
     fresh = select(*columns, null().label("delivery")).where(
         results.c.unit == Unit.GROUP.value, results.c.seq > row.cursor, results.c.usable
     )
@@ -135,8 +194,7 @@ async def _results(tx: AsyncConnection, row: Row[Any], version: int) -> list[Row
         if not row.prefix:
             # More groups than fit into all updates within the bound leave no room anyway.
             fresh = fresh.limit((row.max_staleness + 1) * row.groups_per_update + 1)
-    found += [one for one in await tx.execute(fresh) if one.task_id.startswith(row.prefix)]
-    return found
+    return known, fresh
 
 
 class DeliveryOrder:

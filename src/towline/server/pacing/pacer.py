@@ -11,9 +11,10 @@ submitted. These numbers live in memory and start again with the server.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +41,17 @@ class PaceGate:
     def __init__(
         self,
         consumers: Sequence[PacedConsumer],
-        started: Sequence[str],
+        started: Mapping[str, int],
         starved: Collection[str] = (),
         exhausted_prefixes: set[frozenset[str]] | None = None,
     ):
         self.consumers = consumers
         self.started = started
-        """Tasks whose groups were admitted and have not ended."""
+        """Tasks whose groups were admitted and that may have waiting sessions."""
+        self.admitted: set[str] = set()
+        """Tasks whose groups this claim admits."""
+        self.exhausted: set[str] = set()
+        """Those of `started` that have no waiting session."""
         self.holds = False
         """Whether some consumer has no room for another group."""
         self._starved = {one.name for one in consumers if one.name in starved and not one.running + one.finished}
@@ -58,8 +63,11 @@ class PaceGate:
         sessions = tables.sessions
         known = waiting.add_columns(sessions.c.urgency, sessions.c.number, sessions.c.sample).limit(count)
         found: list[Row[Any]] = []
-        for some in chunks(self.started):
-            found += await tx.execute(known.where(sessions.c.task_id.in_(some)))
+        for some in chunks(list(self.started)):
+            own = list(await tx.execute(known.where(sessions.c.task_id.in_(some))))
+            if len(own) < count:
+                self.exhausted |= set(some) - {row.task_id for row in own}
+            found += own
         found += await self._admitted(tx, known, count)
         found.sort(key=lambda row: (row.urgency, row.number, row.sample))
         return found[:count]
@@ -107,6 +115,7 @@ class PaceGate:
                 )
             self._starved.discard(one.name)
             one.pace.admit(slack)
+        self.admitted.add(task_id)
         return True
 
     def _admits(self, consumer: PacedConsumer, slack: Slack) -> bool:
@@ -209,6 +218,10 @@ class Pacer:
         self._waiting: dict[str, _WaitingConsumer] = {}
         self._exhausted_prefixes: set[frozenset[str]] = set()
         self._idle = (0, self.clock())
+        self._startable: dict[str, int] | None = None
+        """Started tasks that may have waiting sessions, each with a number that grows when it gets one; `None`: not known.
+        Knowing them, a claim need not look at every running group."""
+        self._changes = itertools.count()
 
     async def restore(self) -> None:
         table = tables.consumers
@@ -222,20 +235,38 @@ class Pacer:
         """The gate for one claim; `None` if no consumer declares a pace."""
         if not self.active:
             return None
-        consumers, started = await self._consumers(tx, version)
-        return PaceGate(consumers, started, self._starved(), self._exhausted_prefixes) if consumers else None
+        found = await self._consumers(tx, version)
+        if not found:
+            # Sessions start without a gate.
+            self._startable = None
+            return None
+        if self._startable is None:
+            self._startable = {task_id: next(self._changes) for task_id in await consumers.started_with_waiting(tx)}
+        return PaceGate(found, dict(self._startable), self._starved(), self._exhausted_prefixes)
+
+    def claimed(self, gate: PaceGate, *, all_sessions: bool) -> None:
+        """Record what a gate admitted; and what it found exhausted, if the claim looked at all waiting sessions."""
+        if self._startable is None:
+            return
+        for task_id in gate.exhausted if all_sessions else ():
+            # It may have got a waiting session since the gate was made.
+            if self._startable.get(task_id) == gate.started[task_id]:
+                del self._startable[task_id]
+        self.retried(gate.admitted)
+
+    def retried(self, task_ids: Iterable[str]) -> None:
+        """Record that started tasks have waiting sessions again."""
+        if self._startable is not None:
+            self._startable |= {task_id: next(self._changes) for task_id in task_ids}
 
     def submitted(self) -> None:
         """Record that new tasks wait."""
         # A claim that is under way keeps its own set.
         self._exhausted_prefixes = set()
 
-    async def _consumers(self, tx: AsyncConnection, version: int) -> tuple[list[consumers.PacedConsumer], list[str]]:
-        """The paced consumers, and the tasks that have started."""
+    async def _consumers(self, tx: AsyncConnection, version: int) -> list[PacedConsumer]:
         rows = await consumers.paced_rows(tx, self.store.clock.now(), self.lapse)
-        started = await consumers.running_groups(tx) if rows else []
-        found = [await consumers.paced_consumer(tx, row, started, version) for row in rows]
-        return found, [task.task_id for task in started]
+        return [await consumers.counted_consumer(tx, row, version) for row in rows]
 
     def set_idle(self, slots: int) -> None:
         """Record how many slots are empty because of pacing from now on."""
@@ -278,7 +309,7 @@ class Pacer:
     async def status(self, version: int) -> Pacing:
         self.set_idle(self._idle[0])
         async with self.store.write() as tx:
-            found, _ = await self._consumers(tx, version) if self.active else ([], [])
+            found = await self._consumers(tx, version) if self.active else []
         others = sorted(set(self.bias.consumers) - {one.name for one in found})
         return Pacing(
             idle_slot_seconds=self.idle_seconds,

@@ -234,6 +234,8 @@ class SessionScheduler:
             gate=gate,
             deaths=0 if suspects is None else self.quarantine_deaths,
         )
+        if gate is not None:
+            self.pacer.claimed(gate, all_sessions=suspects is None)
         self._held_back = gate is not None and gate.holds
         if claimed:
             crash_point("server.before_claim")
@@ -326,6 +328,7 @@ class SessionScheduler:
     def apply(self, effects: Effects) -> None:
         """Act on what a committed transaction requires."""
         self.waiting = max(0, self.waiting + effects.waiting)
+        self.pacer.retried([ending.task_id for ending in effects.ended if ending.retried])
         for ending in effects.ended:
             self.metrics.ended(ending)
             _log_failure(ending)
