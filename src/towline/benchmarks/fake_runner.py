@@ -65,6 +65,7 @@ class FakeRunner:
         self.trouble = ""
         self.paused = False
         self.started: list[str] = []
+        self.prefetched: list[str] = []
         """Session ids in the order of submission."""
         self.most = 0
         """Highest number of concurrent sessions."""
@@ -129,6 +130,10 @@ class FakeRunner:
         if unknown:
             raise InvalidTask("harness_options", f"harness fake has no option {min(unknown)!r}")
 
+    async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:
+        self.prefetched += [task.task_id for task in tasks]
+        return []
+
     def host_access(self, task: Task) -> list[str]:
         return ["environment.sandbox"] if task.environment.sandbox is SandboxKind.PROCESS else []
 
@@ -137,6 +142,9 @@ class FakeRunner:
         return self.capacity - len(self._active)
 
     def watch_room(self, changed: Callable[[], None]) -> None:
+        """Its capacity is constant."""
+
+    def report_demand(self, waiting: int) -> None:
         """Its capacity is constant."""
 
     async def use_store(self, segments: Segments, epoch: int) -> None:

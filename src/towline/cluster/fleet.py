@@ -26,6 +26,7 @@ from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
 from towline.common.mappings import BoundedDict
 from towline.engines.base import PauseMode
+from towline.errors import ConfigError
 from towline.node.task_check import host_access
 from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SandboxKind, Session, SessionState, Task
 
@@ -38,6 +39,12 @@ _START_SECONDS = 30.0
 """How long the start waits for hosts that do not answer, if one does."""
 _STATUS_SECONDS = 2.0
 """How long the status of a node may take; a busy node is shown with its latest report."""
+_DEMAND_SECONDS = 5.0
+"""Least time between two reports of the demand."""
+_PREFETCH_SECONDS = 300.0
+"""How long a new node prepares tasks before it gets sessions."""
+_PREFETCHED = 16
+"""Most environments that a new node prepares."""
 _AFFINITIES = 10_000
 """Tasks whose latest node is remembered."""
 _STARTED = (SessionState.READY, SessionState.RUNNING)
@@ -85,10 +92,16 @@ class Fleet:
         self._policy = FleetPolicy(self._usable_nodes, shared=shared_engine)
         self._homes: BoundedDict[str, str] = BoundedDict(_AFFINITIES)
         """The latest node of each task: its environment is prepared there."""
+        self._recent: BoundedDict[str, Task] = BoundedDict(_PREFETCHED)
+        """The latest unfinished tasks, one per environment and harness: what a new node prepares first."""
+        self._prefetched: BoundedDict[str, str] = BoundedDict(_AFFINITIES)
+        """The process of each node that has prepared them."""
+        self._drained: set[str] = set()
         self._nodes_of: dict[str, RemoteNode] = {}
         """The node of each session that was submitted, adopted or recovered, until it is discarded."""
         self._segments: Segments | None = None
         self._epoch = 0
+        self._reported_demand = -_DEMAND_SECONDS
         self._recovered = False
         self._background = BackgroundTasks()
         self._connected = asyncio.Event()
@@ -104,25 +117,49 @@ class Fleet:
     # Hosts
 
     async def use_store(self, segments: Segments, epoch: int) -> None:
-        """Start the hosts; returns when all are connected, or one is and the others take too long."""
+        """Start the hosts; returns when they are connected, or one of them after a while.
+
+        Raises `ConfigError` if every host refuses this server.
+        """
         self._segments, self._epoch = segments, epoch
         await self._provider.start(self.host_up, self.host_down)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 # What runs on a host that connects later cannot be adopted.
-                await asyncio.gather(*(node.first_connected.wait() for node in self.remote.values()))
+                await self._until(lambda: all(one.connected or one.refused for one in self.remote.values()))
         except TimeoutError:
             late = [node.name for node in self.remote.values() if not node.connected]
             log.warning("the server starts without nodes that do not answer: %s", ", ".join(late))
-        await self._connected.wait()
+        await self._until(lambda: bool(self._usable_nodes()) or self._refusal() != "")
+        if not self._usable_nodes():
+            raise ConfigError(self._refusal())
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._freed.clear()
+            await self._freed.wait()
+
+    def _refusal(self) -> str:
+        """Why all hosts refuse this server; empty if one does not."""
+        reasons = [one.refused for one in self.remote.values()]
+        return reasons[0] if reasons and all(reasons) else ""
 
     def host_up(self, address: HostAddress) -> None:
         assert self._segments is not None
         earlier = self.remote.get(address.name)
-        if earlier is not None and earlier.address == address:
-            return
+        if earlier is not None:
+            if earlier.address == address:
+                return
+            self.host_down(address.name, f"the process of node {address.name} was replaced")
         reports = NodeReports(self._up, self._down_again, self._changed, self._reported, self._failed_turn)
-        node = RemoteNode(address, self._segments, self._epoch, reports, lost_seconds=self._lost_seconds)
+        node = RemoteNode(
+            address,
+            self._segments,
+            self._epoch,
+            reports,
+            lost_seconds=self._lost_seconds,
+            adopting=not self._recovered,
+        )
         self.remote[address.name] = node
         node.start()
 
@@ -141,16 +178,28 @@ class Fleet:
 
     async def _up(self, node: RemoteNode) -> None:
         """Prepare a node that has connected: first its leftovers, then the policy, then sessions."""
-        wanted = node.sessions
         if self._recovered:
             if not node.hello["recovered"]:
                 await node.call_now("recover", lost=[])
-            await node.call_now("keep", session_ids=sorted(wanted))
+            await node.keep(node.call_now)
             await self._policy.apply(node)
+            await self._prefetch(node)
         offer = NodeOffer(node.name, node.hello["capacity"], node.hello["starting"], node.address.labels)
         self.placement.update(offer)
         self.placement.release_hold(node.name)
+        if node.name in self._drained:
+            self.placement.drain(node.name)
         self._connected.set()
+
+    async def _prefetch(self, node: RemoteNode) -> None:
+        """Prepare what recent tasks need on a node that is new, before it gets sessions."""
+        incarnation = node.hello["incarnation"]
+        if not self._recent or self._prefetched.get(node.name) == incarnation:
+            return
+        self._prefetched[node.name] = incarnation
+        tasks = list(self._recent.values())
+        for problem in await node.call_now("prefetch", tasks=tasks, seconds=_PREFETCH_SECONDS):
+            log.warning("node %s could not prepare task %s", node.name, problem)
 
     def _down_again(self, node: RemoteNode) -> None:
         self.placement.hold(node.name, "disconnected")
@@ -192,8 +241,10 @@ class Fleet:
         if name not in self.remote:
             raise NodeNotFound(f"no node {name!r}; nodes: {', '.join(sorted(self.remote)) or 'none'}")
         if drained:
+            self._drained.add(name)
             self.placement.drain(name)
         else:
+            self._drained.discard(name)
             self.placement.undrain(name)
         self._room_changed()
 
@@ -201,6 +252,13 @@ class Fleet:
         await asyncio.gather(*(node.close() for node in self.remote.values()))
         await self._provider.close()
         await self._background.finish()
+
+    def report_demand(self, waiting: int) -> None:
+        """Tell the provider about sessions for which there is no room; at most once in a few seconds."""
+        now = time.monotonic()
+        if now - self._reported_demand >= _DEMAND_SECONDS:
+            self._reported_demand = now
+            self._provider.report_demand(waiting if self.room == 0 else 0)
 
     # Room
 
@@ -282,8 +340,14 @@ class Fleet:
     def host_access(self, task: Task) -> list[str]:
         return host_access(task, self._sandbox)
 
+    async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:
+        """Nothing to do now: every node that joins prepares the tasks whose sessions run."""
+        return []
+
     def forget(self, task_id: str) -> None:
         self._homes.pop(task_id, None)
+        for key in [key for key, task in self._recent.items() if task.task_id == task_id]:
+            self._recent.pop(key, None)
         for node in self.remote.values():
             node.forget_task(task_id)
 
@@ -297,6 +361,7 @@ class Fleet:
 
     def _submit_to(self, node: RemoteNode, task: Task, session: Session) -> Awaitable[SessionOutcome]:
         self._homes[task.task_id] = node.name
+        self._recent[_preparation(task)] = task
         session = session.model_copy(update={"node": node.name})
         return self._outcome(node, session.session_id, node.submit(task, session))
 
@@ -342,7 +407,7 @@ class Fleet:
     async def recover(self, lost: Collection[str]) -> AsyncIterator[SessionOutcome]:
         self._recovered = True
         for node in self._usable_nodes():
-            await node.call("keep", session_ids=sorted(node.sessions))
+            await node.keep(node.call)
             for fields in await node.call("recover", lost=sorted(lost)):
                 outcome = wire.load_outcome(fields)
                 self._nodes_of[outcome.session.session_id] = node
@@ -441,3 +506,8 @@ class Fleet:
 
     async def update_weights(self, folder: Path, version: int) -> None:
         await self._policy.update_weights(folder, version)
+
+
+def _preparation(task: Task) -> str:
+    """Equal for tasks that a node prepares in the same way."""
+    return task.model_dump_json(include={"harness", "harness_options", "environment"})

@@ -86,6 +86,9 @@ class NodeRunner:
     def host_access(self, task: Task) -> list[str]:
         return self.node.host_access(task)
 
+    async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:
+        return await self.node.prefetch(tasks, seconds)
+
     def forget(self, task_id: str) -> None:
         self.node.forget_task(task_id)
 
@@ -154,6 +157,9 @@ class NodeRunner:
 
     async def update_weights(self, folder: Path, version: int) -> None:
         await self.node.update_weights(folder, version)
+
+    def report_demand(self, waiting: int) -> None:
+        """The capacity of a node is constant."""
 
     async def close(self) -> None:
         return None

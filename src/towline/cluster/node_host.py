@@ -49,12 +49,14 @@ class NodeHost:
         self._outcomes: dict[str, dict[str, Any]] = {}
         """Outcomes of ended sessions that the server has not discarded."""
         self._recovered = False
+        self._segments: Segments | None = None
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._background = BackgroundTasks()
         self._calls: dict[str, Callable[..., Awaitable[Any]]] = {
             "probe": runner.probe,
             "status": self._node_status,
             "check": self._check,
+            "prefetch": self._prefetch,
             "recover": self._recover,
             "keep": self._keep,
             "store": self._store,
@@ -96,11 +98,15 @@ class NodeHost:
             await connection.send_bytes(dump_json({"refused": f"a server of epoch {self._epoch} drives this node"}))
             await connection.close()
             return connection
+        try:
+            segments = await self._open_segments(hello)
+        except (TowlineError, OSError) as error:
+            await connection.send_bytes(dump_json({"refused": str(error)}))
+            await connection.close()
+            return connection
         earlier, self._socket, self._epoch = self._socket, connection, hello["epoch"]
         if earlier is not None:
             await earlier.close()
-        segments = Segments(hello["segments"], writer=f"{self.runner.name}-{self.incarnation}")
-        segments.set_owner(hello["store"], hello["run"])
         await self.runner.use_store(segments, hello["epoch"])
         # Whatever was reported to an earlier connection is said again, or is part of the greeting.
         outbox: asyncio.Queue[bytes] = asyncio.Queue()
@@ -118,6 +124,25 @@ class NodeHost:
             if self._socket is connection:
                 self._socket = None
         return connection
+
+    async def _open_segments(self, hello: dict[str, Any]) -> Segments:
+        """Where this server stores trajectories; raises `OSError` if that is not visible from here.
+
+        A run keeps its object over connections: file numbers must not start again.
+        """
+        place, store, run = hello["segments"], hello["store"], hello["run"]
+        known = self._segments
+        if known is not None and (known.location.name, known.store, known.run) == (place, store, run):
+            return known
+        segments = Segments(place, writer=f"{self.runner.name}-{self.incarnation}")
+        segments.set_owner(store, run)
+        if not await segments.marked(store):
+            raise OSError(
+                f"{place} on {socket.gethostname()} is not the folder that the server stores trajectories in: set "
+                "server.segments to a folder that all nodes share, or to a URL"
+            )
+        self._segments = segments
+        return segments
 
     async def _greeting(self) -> dict[str, Any]:
         runner = self.runner
@@ -209,6 +234,10 @@ class NodeHost:
 
     async def _check(self, task: dict[str, Any]) -> None:
         await self.runner.check(Task.model_validate(task))
+
+    async def _prefetch(self, tasks: list[dict[str, Any]], seconds: float) -> list[str]:
+        """Prepare what these tasks need; returns why some could not be prepared, which their sessions will find again."""
+        return await self.runner.prefetch([Task.model_validate(one) for one in tasks], seconds)
 
     async def _recover(self, lost: list[str]) -> list[dict[str, Any]]:
         """Only of a fresh process: one that already runs sessions has nothing to recover."""

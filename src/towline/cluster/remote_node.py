@@ -88,7 +88,14 @@ class RemoteNode:
     """One node host."""
 
     def __init__(
-        self, address: HostAddress, segments: Segments, epoch: int, reports: NodeReports, *, lost_seconds: float
+        self,
+        address: HostAddress,
+        segments: Segments,
+        epoch: int,
+        reports: NodeReports,
+        *,
+        lost_seconds: float,
+        adopting: bool = False,
     ):
         self.address = address
         self.name = address.name
@@ -99,14 +106,20 @@ class RemoteNode:
         self.trouble = ""
         self.breakers: dict[str, BreakerStatus] = {}
         self.connected = False
-        self.first_connected = asyncio.Event()
+        self.adopting = adopting
+        """Whether sessions of an earlier server may yet be adopted."""
+        self.refused = ""
+        """Why the host does not work for this server; empty if it does, or is not reached."""
         self.lost = ""
         """Why its sessions were given up; empty while it is used."""
         self._segments = segments
         self._epoch = epoch
         self._reports = reports
         self._lost_seconds = lost_seconds
+        self._heartbeat = min(wire.HEARTBEAT, lost_seconds / 3)
         self._sessions: dict[str, _RemoteSession] = {}
+        self._unclaimed: dict[str, dict[str, Any]] = {}
+        """Outcomes of sessions of an earlier server, which this one may yet adopt."""
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
@@ -137,7 +150,16 @@ class RemoteNode:
 
     def adopt(self, session_id: str) -> asyncio.Future[SessionOutcome]:
         """A session that already runs there, submitted by an earlier server."""
-        return self._add(session_id, None).outcome
+        one = self._add(session_id, None)
+        if (fields := self._unclaimed.pop(session_id, None)) is not None:
+            self._ended(fields)
+        return one.outcome
+
+    async def keep(self, call: Callable[..., Awaitable[Any]]) -> None:
+        """Let the host drop every session that is not this server's: none is adopted from here on."""
+        self.adopting = False
+        self._unclaimed.clear()
+        await call("keep", session_ids=sorted(self._sessions))
 
     def _add(self, session_id: str, submission: dict[str, Any] | None) -> _RemoteSession:
         one = _RemoteSession(session_id, asyncio.get_running_loop().create_future(), submission)
@@ -227,7 +249,8 @@ class RemoteNode:
             if self.address.url.startswith("unix:")
             else aiohttp.TCPConnector()
         )
-        async with aiohttp.ClientSession(connector=connector) as http:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._heartbeat)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
             while True:
                 reason = await self._connect_once(http)
                 if self.connected:
@@ -247,7 +270,7 @@ class RemoteNode:
             async with http.ws_connect(
                 url + wire.PATH,
                 headers={"Authorization": f"Bearer {self.address.token}"},
-                heartbeat=wire.HEARTBEAT,
+                heartbeat=self._heartbeat,
                 max_msg_size=wire.LARGEST,
             ) as socket:
                 return await self._use(socket)
@@ -263,7 +286,9 @@ class RemoteNode:
             return "it closed the connection"
         answer = load_json(message.data)
         if "refused" in answer:
-            return str(answer["refused"])
+            self._refuse(str(answer["refused"]))
+            return self.refused
+        self.refused = ""
         self._outbox = asyncio.Queue()
         writing = asyncio.create_task(_write(socket, self._outbox))
         bringing_up = self._background.start(self._bring_up(socket, answer["hello"]), f"node {self.name}")
@@ -275,6 +300,12 @@ class RemoteNode:
         finally:
             writing.cancel()
             bringing_up.cancel()
+
+    def _refuse(self, reason: str) -> None:
+        if reason != self.refused:
+            log.error("node %s refuses this server: %s", self.name, reason)
+            self.refused = reason
+            self._reports.changed(self)
 
     async def _bring_up(self, socket: aiohttp.ClientWebSocketResponse, hello: dict[str, Any]) -> None:
         earlier = self.hello.get("incarnation")
@@ -302,8 +333,6 @@ class RemoteNode:
 
     def _set_connected(self, connected: bool) -> None:
         self.connected = connected
-        if connected:
-            self.first_connected.set()
         if connected or self.lost:
             self._usable.set()
         else:
@@ -352,7 +381,11 @@ class RemoteNode:
     def _ended(self, fields: dict[str, Any]) -> None:
         session_id = fields["session"]["session_id"] if "session" in fields else fields["session_id"]
         one = self._sessions.get(session_id)
-        if one is None or one.outcome.done():
+        if one is None:
+            if self.adopting:
+                self._unclaimed[session_id] = fields
+            return
+        if one.outcome.done():
             return
         if "error" in fields:
             one.outcome.set_exception(wire.load_error(fields["error"]))

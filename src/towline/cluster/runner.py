@@ -212,6 +212,10 @@ class Runner(Protocol):
         """The fields of a task that reach outside the sandbox, to the machine it runs on. Runs no code of the task."""
         ...
 
+    async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:
+        """Prepare what the sessions of tasks need, for at most `seconds`; returns one line per task that cannot be prepared."""
+        ...
+
     def forget(self, task_id: str) -> None:
         """Free what is cached for a task: no more of its sessions will be submitted."""
         ...
@@ -274,6 +278,10 @@ class Runner(Protocol):
     async def resume(self, version: int | None) -> None: ...
 
     async def update_weights(self, folder: Path, version: int) -> None: ...
+
+    def report_demand(self, waiting: int) -> None:
+        """Tell how many sessions wait in the queue: a runner that can grow may do so. Called often."""
+        ...
 
     async def close(self) -> None:
         """End running sessions and clean up."""

@@ -275,6 +275,8 @@ class ServerSettings(Section):
     """Where trajectories are stored: a folder or an fsspec URL. Default: a folder in `data`."""
     nodes: int = Field(1, ge=1, le=256)
     """Node hosts that the server starts as child processes on this machine; the limits of `node` are per host."""
+    lost_seconds: float = Field(60.0, gt=0)
+    """How long a node may be unreachable; then its sessions are given up and run on other nodes."""
     queue: int = Field(100_000, ge=1, le=10_000_000)
     """Maximum number of waiting sessions; further tasks are rejected until there is room."""
     lease_seconds: float = Field(300.0, gt=0)

@@ -122,12 +122,39 @@ class LaunchedEngine(Section):
     """Container image of the replicas with Kubernetes. Default: `cluster.kubernetes.image`."""
 
 
+class RaySettings(Section):
+    """Node hosts in a Ray cluster: one on every node that suits."""
+
+    resources: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
+    """Ray resources that each host reserves: `{"CPU": 8, "sandboxes": 1}`. Nodes without them run no sessions."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Only nodes with these labels (`ray start --labels`) run sessions."""
+    head: bool = True
+    """Whether the head node runs sessions, if it suits."""
+    namespace: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "towline"
+    """Ray namespace of the named actors."""
+    data: Line = ""
+    """Folder on each node with the data of its host, relative to `towline/hosts` in the user's cache folder."""
+    orphan_seconds: float = Field(3600.0, gt=0)
+    """How long hosts run on without a server, which finds them when it is started again."""
+
+
+def _cluster_address(text: str) -> str:
+    if not re.fullmatch(r"|auto|local(:[1-9][0-9]{0,2})?|slurm:[^\n\r\0]+|(ray://)?[][A-Za-z0-9.:_-]+:[0-9]+", text):
+        raise ValueError(f"{text!r} is no cluster; use auto, ray://HOST:PORT, HOST:PORT, slurm:FILE or local:N")
+    return text
+
+
 class ClusterSettings(Section):
     """Where Towline runs: on this machine, in a Ray cluster, or started by `towline cluster up` with Slurm or Kubernetes."""
 
     kind: ClusterKind = "local"
     name: DnsLabel = "towline"
-    """Name of the Slurm job, or of the Kubernetes objects."""
+    """Name of the Slurm job, of the Kubernetes objects, or of the hosts in a Ray cluster."""
+    address: Annotated[str, AfterValidator(_cluster_address)] = ""
+    """Where `towline serve` runs its nodes: `auto` (the Ray cluster of this machine, or `RAY_ADDRESS`), `ray://HOST:PORT`
+    (as a Ray client), `HOST:PORT` (of the head), `slurm:FILE` (the nodes of this Slurm job), or `local:N` (N processes on
+    this machine). Default: `auto` with `kind = "ray"`, else `server.nodes` processes."""
     program: Program = ("towline",)
     """How jobs call Towline, such as `["apptainer", "exec", "towline.sif", "towline"]`."""
     ray_program: Program = ("ray",)
@@ -137,6 +164,7 @@ class ClusterSettings(Section):
     secrets: tuple[VariableName, ...] = ()
     """Environment variables that must be set for `towline cluster up`. Slurm passes the environment on; with Kubernetes they
     become a Secret."""
+    ray: RaySettings = RaySettings()
     slurm: SlurmSettings = SlurmSettings()
     kubernetes: KubernetesSettings = KubernetesSettings()
     engine: LaunchedEngine | None = None

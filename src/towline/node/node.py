@@ -18,7 +18,7 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,20 @@ class RolloutNode:
     def host_access(self, task: Task) -> list[str]:
         """Fields of the task that use the node's machine beyond a sandbox with its gateway."""
         return task_check.host_access(task, self.settings.sandbox)
+
+    async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:
+        """Prepare installs, images and environments of tasks before their sessions come; returns the errors.
+
+        What takes longer than `seconds` continues in the background.
+        """
+        preparing = {asyncio.ensure_future(self._preparer.prepare(task)): task for task in tasks}
+        if not preparing:
+            return []
+        done, late = await asyncio.wait(preparing, timeout=seconds)
+        for one in late:
+            one.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        failed = [(preparing[one].task_id, one.exception()) for one in done]
+        return [f"{task_id}: {error}" for task_id, error in failed if error is not None]
 
     def forget_task(self, task_id: str) -> None:
         """No more sessions of this task will be submitted."""

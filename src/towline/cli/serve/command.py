@@ -53,13 +53,13 @@ def serve(
         int | None, typer.Option(help="Node host processes; --concurrency is per node. Default: 1.", min=1)
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="Where nodes run: local, or slurm:FILE inside a Slurm job. Default: local.")
+        str | None, typer.Option(help="Where nodes run: auto, ray://HOST:PORT, slurm:FILE or local:N. Default: local.")
     ] = None,
     log_format: options.LogFormatName = None,
     config: options.Config = None,
     as_json: options.Json = False,
 ) -> None:
-    """Serve rollouts: API and scheduler in this process, nodes with their gateways in child processes.
+    """Serve rollouts: API and scheduler in this process, nodes with their gateways in processes of their own.
 
     Without options it serves the tiny model on the embedded engine. Set `TOWLINE_SERVER__DATABASE` to store in
     PostgreSQL. Ctrl-C stops it: running sessions end, or run again at the next start. A second Ctrl-C exits at once;
@@ -76,18 +76,25 @@ def serve(
         session=options.session_overrides(policy, temperature, max_tokens),
         node={"sandbox": sandbox, "run_workers": concurrency},
         log={"format": log_format},
+        cluster={"address": cluster},
     )
     terminal.configure_logging(console, settings.log.format)
-    terminal.run_async(_serve(settings, console, as_json, script, cluster))
+    terminal.run_async(_serve(settings, console, as_json, script))
 
 
-async def _serve(settings: Settings, console: Console, as_json: bool, script: Path | None, cluster: str | None) -> None:
+async def _serve(settings: Settings, console: Console, as_json: bool, script: Path | None) -> None:
     from towline.cluster.fleet import Fleet
+    from towline.cluster.ray_hosts import resolve_upstreams
     from towline.common.gc_tuning import gc_tuning
     from towline.server.api.app import serving
 
-    provider = host_provider(settings, cluster, script)
-    fleet = Fleet(provider, sandbox=settings.node.sandbox, shared_engine=settings.engine.kind in engines.REMOTE)
+    settings = await resolve_upstreams(settings)
+    fleet = Fleet(
+        host_provider(settings, script),
+        sandbox=settings.node.sandbox,
+        shared_engine=settings.engine.kind in engines.REMOTE,
+        lost_seconds=settings.server.lost_seconds,
+    )
     stop, started = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:

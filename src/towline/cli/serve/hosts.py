@@ -6,23 +6,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from towline.config import Settings
-from towline.errors import ConfigError
 
 if TYPE_CHECKING:
     from towline.cluster.fleet import HostProvider
 
 
-def host_provider(settings: Settings, cluster: str | None, script: Path | None) -> HostProvider:
-    """The provider for `--cluster`: child processes, here or in a Slurm job."""
+def host_provider(settings: Settings, script: Path | None) -> HostProvider:
+    """The provider that the settings want: child processes, here or in a Slurm job, or actors of a Ray cluster."""
     from towline.cluster.child_hosts import ChildHosts, local_places
+    from towline.cluster.ray_hosts import RayHosts, require_ray
     from towline.cluster.slurm_hosts import slurm_places
 
-    data = settings.server.data
-    kind, _, argument = (cluster or "local").partition(":")
-    if kind == "local" and not argument:
-        return ChildHosts(settings, local_places(data, settings.server.nodes), script=script)
-    if kind == "slurm" and argument:
+    data, address = settings.server.data, settings.cluster.address
+    kind, _, argument = address.partition(":")
+    if kind == "local" or not (address or settings.cluster.kind == "ray"):
+        count = int(argument) if argument else settings.server.nodes
+        return ChildHosts(settings, local_places(data, count), script=script)
+    if kind == "slurm":
         # Hosts run on other machines, in the same shared folder.
         script = script.absolute() if script is not None else None
         return ChildHosts(settings, slurm_places(Path(argument), data.absolute()), script=script)
-    raise ConfigError(f"--cluster {cluster} is not known; use local or slurm:FILE")
+    require_ray()
+    return RayHosts(settings, script=script)

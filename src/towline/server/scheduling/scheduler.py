@@ -201,6 +201,7 @@ class SessionScheduler:
         if claimed:
             self.waiting = max(0, self.waiting - len(claimed))
             self.signals.events.notify()
+        self.runner.report_demand(self.waiting)
         return len(claimed)
 
     @property
