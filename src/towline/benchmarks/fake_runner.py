@@ -65,8 +65,9 @@ class FakeRunner:
         self.trouble = ""
         self.paused = False
         self.started: list[str] = []
-        self.prefetched: list[str] = []
         """Session ids in the order of submission."""
+        self.prefetched: list[str] = []
+        """Task ids."""
         self.most = 0
         """Highest number of concurrent sessions."""
         self.forgotten: list[str] = []

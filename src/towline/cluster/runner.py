@@ -213,7 +213,7 @@ class Runner(Protocol):
         ...
 
     async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:
-        """Prepare what the sessions of tasks need, for at most `seconds`; returns one line per task that cannot be prepared."""
+        """Prepare what the sessions of tasks need, for at most `seconds`; returns one line per task that fails."""
         ...
 
     def forget(self, task_id: str) -> None:
