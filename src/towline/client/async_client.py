@@ -275,6 +275,14 @@ class AsyncClient:
     async def nodes(self) -> list[dict[str, Any]]:
         return await self._do(calls.nodes())
 
+    async def drain_node(self, name: str) -> list[dict[str, Any]]:
+        """Give a node no new sessions; those that run there end as usual. Returns all nodes."""
+        return await self._do(calls.drain_node(name, drained=True))
+
+    async def undrain_node(self, name: str) -> list[dict[str, Any]]:
+        """Let a drained node take sessions again. Returns all nodes."""
+        return await self._do(calls.drain_node(name, drained=False))
+
     async def stragglers(self, limit: int = 20) -> list[SlowSession]:
         """The slowest of the sessions that are being worked on, compared with finished ones; stragglers first."""
         return await self._do(calls.stragglers(limit))

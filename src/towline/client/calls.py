@@ -246,6 +246,11 @@ def nodes() -> ApiCall[list[dict[str, Any]]]:
     return ApiCall("GET", "/v1/nodes", _reads(list[dict[str, Any]]))
 
 
+def drain_node(name: str, *, drained: bool) -> ApiCall[list[dict[str, Any]]]:
+    action = "drain" if drained else "undrain"
+    return ApiCall("POST", f"/v1/nodes/{_segment(name)}/{action}", _reads(list[dict[str, Any]]))
+
+
 def stragglers(limit: int) -> ApiCall[list[SlowSession]]:
     return ApiCall("GET", "/v1/stragglers", _reads(list[SlowSession]), params=_given(limit=limit))
 

@@ -79,7 +79,8 @@ class RayRig:
         # Not below /tmp, which every node has for itself.
         self.place = Path(tempfile.mkdtemp(prefix="tl-ray-", dir="/var/tmp"))
         self._spaces: list[str] = []
-        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self.nodes: dict[int, subprocess.Popen[bytes]] = {}
+        """The nodes that run."""
         self._server: subprocess.Popen[bytes] | None = None
         self._inside: ThreadPoolExecutor | None = None
 
@@ -131,7 +132,7 @@ class RayRig:
         inside = 'mount -t tmpfs tmpfs /tmp; mount -t tmpfs tmpfs /dev/shm; chmod 1777 /tmp /dev/shm; exec "$@"'
         space = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with (self.place / f"log/node-{node}.log").open("ab") as log:
-            self._nodes[node] = subprocess.Popen(
+            self.nodes[node] = subprocess.Popen(
                 [*self._network_of(node), *space, "sh", "-ec", inside, "-", *command],
                 env=self.environment,
                 stdout=log,
@@ -141,13 +142,13 @@ class RayRig:
 
     def kill_node(self, node: int) -> None:
         """Kill everything on a node at once, as when its power fails."""
-        process = self._nodes.pop(node)
+        process = self.nodes.pop(node)
         process.kill()
         process.wait(CALL_SECONDS)
 
     def kill_raylet(self, node: int) -> None:
         """Kill Ray's own process on a node; the others there end by themselves."""
-        (raylet,) = [pid for pid in _descendants(self._nodes[node].pid) if _name(pid) == "raylet"]
+        (raylet,) = [pid for pid in _descendants(self.nodes[node].pid) if _name(pid) == "raylet"]
         os.kill(raylet, signal.SIGKILL)
 
     def cut(self, node: int) -> None:
@@ -162,7 +163,7 @@ class RayRig:
             self.kill_server()
         if self._inside is not None:
             self._inside.shutdown()
-        for node in list(self._nodes):
+        for node in list(self.nodes):
             self.kill_node(node)
         for space in self._spaces:
             subprocess.run(["ip", "netns", "delete", space], check=False, timeout=CALL_SECONDS)
@@ -176,13 +177,13 @@ class RayRig:
 
     # The server
 
-    def serve_command(self, *options: str, cluster: str = "auto", nodes_per_server: int = 8) -> list[str]:
+    def serve_command(self, *options: str, cluster: str = "auto", concurrency: int = 8) -> list[str]:
         """`towline serve`, entered into the namespaces of the head."""
-        head = _children(self._nodes[0].pid)[0]
+        head = _children(self.nodes[0].pid)[0]
         inside = ["nsenter", f"--net=/run/netns/{self._spaces[0]}", f"--target={head}", "--mount", "--pid", "--"]
         engine = ["--engine", "scripted", "--script", str(self.place / "replies.py")]
         places = ["--model", str(self.place / "model"), "--data", str(self.place / "data"), "--port", str(_PORT)]
-        size = ["--sandbox", self.sandbox, "--concurrency", str(nodes_per_server), "--json"]
+        size = ["--sandbox", self.sandbox, "--concurrency", str(concurrency), "--json"]
         return [
             *inside,
             str(self.python),
@@ -213,7 +214,7 @@ class RayRig:
         """Start the server, and wait until it listens."""
         with (self.place / "log/server.log").open("ab") as log:
             self._server = subprocess.Popen(
-                self.serve_command(*options, cluster=cluster, nodes_per_server=concurrency),
+                self.serve_command(*options, cluster=cluster, concurrency=concurrency),
                 env=self.serve_environment(**settings),
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -224,6 +225,10 @@ class RayRig:
         line = self._server.stdout.readline() if ready else b""
         assert line, f"the server did not start\n{self.logs()}"
         assert json.loads(line)["url"] == self.url
+
+    @property
+    def serving(self) -> bool:
+        return self._server is not None
 
     @property
     def server_pid(self) -> int:
@@ -290,7 +295,7 @@ class RayRig:
     def _until(self, what: str, holds: Callable[[], object]) -> None:
         until = time.monotonic() + PATIENCE
         while not holds():
-            dead = [number for number, process in self._nodes.items() if process.poll() is not None]
+            dead = [number for number, process in self.nodes.items() if process.poll() is not None]
             assert not dead, f"nodes ended while waiting until {what}: {dead}\n{self.logs()}"
             assert time.monotonic() < until, f"not so after {PATIENCE:g} s: {what}\n{self.logs()}"
             time.sleep(0.2)

@@ -1,0 +1,138 @@
+"""`towline serve` on a real Ray cluster of four nodes: sessions on all of them, and faults of nodes, links and the server."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from support.cluster.ray_rig import RayRig, ray_rig, task
+from towline import Client
+from towline.schema import SessionState
+
+pytestmark = pytest.mark.timeout(900)
+
+NODES = 4
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[RayRig]:
+    with ray_rig(NODES) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(rig: RayRig) -> Iterator[Client]:
+    """A running server with all nodes; it is ended as Ctrl-C does."""
+    for node in range(1, NODES):
+        if node not in rig.nodes:
+            rig.start_node(node)
+    rig.serve()
+    client = Client(rig.url)
+    rig.until("all nodes are connected", lambda: len(connected(client)) == NODES)
+    try:
+        yield client
+    finally:
+        if rig.serving:
+            rig.stop_server()
+
+
+def connected(client: Client) -> dict[str, dict[str, Any]]:
+    """The nodes by their names in the rig."""
+    return {one["name"].partition("-")[0]: one for one in client.nodes() if one["connected"]}
+
+
+def running(client: Client) -> Counter[str]:
+    """How many sessions each node runs."""
+    return Counter({name: len(one["sessions"]) for name, one in connected(client).items()})
+
+
+def sessions(client: Client, task_id: str) -> list[Any]:
+    return list(client.task(task_id).attempts or client.task(task_id).sessions)
+
+
+def finish(rig: RayRig, client: Client, task_id: str, count: int) -> None:
+    """Wait for a task; every sample has one result, and its trajectory is in the store."""
+    rig.until(f"{task_id} is done", lambda: client.task(task_id).finished == count)
+    status = rig.call(lambda: client.task(task_id))
+    assert status.usable == count
+    done = [one for one in rig.call(lambda: sessions(client, task_id)) if one.state is SessionState.DONE]
+    assert sorted(one.sample for one in done) == list(range(count))
+    for one in done:
+        assert len(rig.call(lambda name=one.session_id: client.trajectory(name)).turns) >= 1
+
+
+def spread(rig: RayRig, client: Client, task_id: str, *, seconds: float, count: int = 16) -> Counter[str]:
+    """Submit sessions that wait, one task each, and return how many run on which node."""
+    rig.call(lambda: client.submit([task(task_id, seconds=seconds, samples=count)]))
+    return rig.until("all run", lambda: (found := running(client)) and sum(found.values()) == count and found)
+
+
+def test_sessions_run_on_every_node_and_their_results_arrive(rig: RayRig, client: Client) -> None:
+    where = spread(rig, client, "all", seconds=3, count=24)
+    assert set(where) == {f"node{number}" for number in range(NODES)}
+    finish(rig, client, "all", 24)
+
+
+def test_sessions_of_a_node_that_dies_finish_elsewhere(rig: RayRig, client: Client) -> None:
+    where = spread(rig, client, "death", seconds=6, count=24)
+    assert where["node3"]
+    rig.kill_node(3)
+    finish(rig, client, "death", 24)
+    states = Counter(one.state for one in rig.call(lambda: sessions(client, "death")))
+    assert states[SessionState.LOST] == where["node3"]
+    # A machine that comes back gets a host, and sessions.
+    rig.start_node(3)
+    rig.until("the node is back", lambda: "node3" in connected(client))
+
+
+def test_a_killed_server_finds_its_hosts_again_and_adopts_their_sessions(rig: RayRig, client: Client) -> None:
+    spread(rig, client, "adopted", seconds=45)
+    before = rig.call(lambda: {name: one["pid"] for name, one in connected(client).items()})
+    rig.kill_server()
+    rig.serve()
+    rig.until("all nodes are connected", lambda: len(connected(client)) == NODES)
+    assert rig.call(lambda: {name: one["pid"] for name, one in connected(client).items()}) == before
+    finish(rig, client, "adopted", 16)
+    assert {one.state for one in rig.call(lambda: sessions(client, "adopted"))} == {SessionState.DONE}
+
+
+def test_a_cut_link_gives_up_sessions_and_a_healed_one_drops_them(rig: RayRig, client: Client) -> None:
+    where = spread(rig, client, "cut", seconds=20, count=24)
+    pid = rig.call(lambda: connected(client)["node2"]["pid"])
+    rig.cut(2)
+    try:
+        rig.until("the node is given up", lambda: "node2" not in connected(client) and lost(client, "cut"))
+    finally:
+        rig.heal(2)
+    rig.until("the node is back", lambda: "node2" in connected(client))
+    finish(rig, client, "cut", 24)
+    found = rig.call(lambda: sessions(client, "cut"))
+    assert sum(one.state is SessionState.LOST for one in found) == where["node2"]
+    if rig.call(lambda: connected(client)["node2"]["pid"]) == pid:
+        rig.until("what was given up is dropped", lambda: running(client)["node2"] == 0)
+
+
+def lost(client: Client, task_id: str) -> int:
+    return sum(one.state is SessionState.LOST for one in sessions(client, task_id))
+
+
+def test_throughput_of_four_nodes(rig: RayRig, client: Client) -> None:
+    """Sessions that mostly wait for the engine, as many per node: printed, and far more than one node does."""
+    one = [name for name in rig.call(lambda: [node["name"] for node in client.nodes()]) if not name.startswith("node0")]
+    rates = []
+    for nodes in (1, NODES):
+        for name in one:
+            rig.call(lambda name=name: (client.drain_node if nodes == 1 else client.undrain_node)(name))
+        count = 8 * 3 * nodes
+        began = time.monotonic()
+        rig.call(lambda: client.submit([task(f"rate{nodes}", seconds=12, samples=count)]))
+        finish(rig, client, f"rate{nodes}", count)
+        rates.append(count / (time.monotonic() - began))
+    print(
+        f"\nsessions per second: one node {rates[0]:.3f}, {NODES} nodes {rates[1]:.3f}, ratio {rates[1] / rates[0]:.2f}"
+    )
+    assert rates[1] > 2 * rates[0]
