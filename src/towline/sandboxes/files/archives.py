@@ -4,7 +4,8 @@ The invariant of `unpack`: nothing is created, changed or read outside the folde
 is walked one component at a time by directory descriptors, so no symlink, whether old or created by the archive itself,
 is followed by accident. A symlink is created only if following it ends inside (`_stays_inside`): its `..` come first
 and are no more than the real folders above it. Devices, pipes and symlinks that lead out are skipped and returned by
-name; absolute names, `..` in names and anything larger than allowed are errors.
+name; absolute names, `..` in names and anything larger than allowed are errors. Artifacts that the node keeps are unpacked
+here; what is carried to the evaluation is filtered before, in `evaluators/eval_inputs.py`.
 
 The sandbox supervisor imports this module and must stay small: nothing but the standard library.
 """
