@@ -12,6 +12,7 @@ import pytest
 
 from support.cluster.fleet_rig import FakeHost, FakeProvider, FleetRig, fleet_rig
 from support.server.server_rig import task
+from towline.errors import ConfigError
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
@@ -219,3 +220,80 @@ async def test_an_earlier_server_cannot_drive_a_host_that_a_later_one_has(tmp_pa
         assert r.fleet.remote["a"].connected
         await r.caller.submit(task("t", 1))
         await r.caller.take(1)
+
+
+async def test_a_session_that_ended_while_no_server_ran_is_adopted(tmp_path: Path) -> None:
+    provider = FakeProvider({"a": await FakeHost.start("a", 4)})
+    async with fleet_rig(tmp_path, provider=provider) as r:
+        host = provider.hosts["a"]
+        host.runner.hold = True
+        await r.caller.submit(task("t", 2))
+        await eventually(lambda: sum(sessions_on(r).values()) == 2)
+        await abandon(r)
+    host.runner.release()
+    await eventually(lambda: len(host.host._outcomes) == 2)
+    async with fleet_rig(tmp_path, provider=provider) as r:
+        results = await r.caller.take(2)
+        assert {one.sessions[0].attempt for one in results} == {1}
+        assert len(host.runner.started) == 2
+        await eventually(lambda: not host.host._outcomes)
+    await provider.close_hosts()
+
+
+async def test_a_connection_that_is_made_again_overwrites_no_segment(tmp_path: Path) -> None:
+    async with fleet_rig(tmp_path, nodes=1) as r:
+        names = []
+        for number in range(3):
+            await r.caller.submit(task(f"t{number}", 1))
+            (result,) = await r.caller.take(1)
+            names.append(result.sessions[0].session_id)
+            await r.caller.ack(result)
+            host = r.provider.hosts["a"]
+            await host.disconnect()
+            await eventually(lambda: not r.fleet.remote["a"].connected)
+            await host.listen_again()
+            await eventually(lambda: r.fleet.remote["a"].connected)
+        for name in names:
+            assert (await r.caller.ok("GET", f"/v1/sessions/{name}/trajectory"))["session_id"] == name
+
+
+async def test_a_host_that_does_not_see_the_stored_trajectories_refuses(tmp_path: Path) -> None:
+    provider = FakeProvider({"a": await FakeHost.start("a", 4)})
+
+    async def unseen(store: str) -> bool:
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("towline.cluster.node_host.Segments.marked", lambda self, store: unseen(store))
+        with pytest.raises(ConfigError, match=r"server\.segments"):
+            async with fleet_rig(tmp_path / "unseen", provider=provider):
+                pass
+    await provider.close_hosts()
+
+
+async def test_a_node_that_joins_prepares_the_tasks_that_run(tmp_path: Path) -> None:
+    async with fleet_rig(tmp_path, nodes=1) as r:
+        await hanging(r, 2)
+        joined = await r.provider.add("z", 4)
+        await eventually(lambda: r.fleet.remote["z"].connected)
+        assert joined.runner.prefetched == ["hang"]
+        await joined.disconnect()
+        await eventually(lambda: not r.fleet.remote["z"].connected)
+        await joined.listen_again()
+        await eventually(lambda: r.fleet.remote["z"].connected)
+        assert joined.runner.prefetched == ["hang"], "once per process"
+
+
+async def test_waiting_sessions_are_reported_as_demand(tmp_path: Path) -> None:
+    async with fleet_rig(tmp_path, nodes=1, capacity=2) as r:
+        await hanging_at_most(r, 5, running=2)
+        r.fleet._reported_demand = 0.0
+        r.fleet.report_demand(3)
+        assert r.provider.demand[-1] == 3
+        r.fleet.report_demand(9)
+        assert r.provider.demand[-1] == 3, "at most once in a few seconds"
+
+
+async def hanging_at_most(r: FleetRig, count: int, *, running: int) -> None:
+    await r.caller.submit(task("hang", count, harness_options={"hang": True}))
+    await eventually(lambda: sum(sessions_on(r).values()) == running)

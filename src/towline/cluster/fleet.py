@@ -13,13 +13,16 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import Metric
 
 from towline.cluster import wire
+from towline.cluster.fleet_breakers import NODES, FleetBreakers
 from towline.cluster.fleet_policy import FleetPolicy
+from towline.cluster.host_provider import HostProvider
 from towline.cluster.placement import NodeOffer, Placement
+from towline.cluster.prefetch import Prefetch
 from towline.cluster.remote_node import HostAddress, NodeReports, RemoteNode
 from towline.cluster.runner import LogNotFound, NodeLost, NodeNotFound, SessionLog, SessionOutcome, Stored, StoreRequest
 from towline.cluster.segments import Segments
@@ -31,8 +34,6 @@ from towline.node.task_check import host_access
 from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SandboxKind, Session, SessionState, Task
 
 log = logging.getLogger("towline.cluster")
-NODES = "nodes"
-"""The component whose breaker is open while no node can be reached."""
 _CHECK_SECONDS = 5.0
 """How long the check of a task waits for a node; without one the task is accepted unchecked."""
 _START_SECONDS = 30.0
@@ -41,33 +42,9 @@ _STATUS_SECONDS = 2.0
 """How long the status of a node may take; a busy node is shown with its latest report."""
 _DEMAND_SECONDS = 5.0
 """Least time between two reports of the demand."""
-_PREFETCH_SECONDS = 300.0
-"""How long a new node prepares tasks before it gets sessions."""
-_PREFETCHED = 16
-"""Most environments that a new node prepares."""
 _AFFINITIES = 10_000
 """Tasks whose latest node is remembered."""
 _STARTED = (SessionState.READY, SessionState.RUNNING)
-
-
-class HostProvider(Protocol):
-    """Starts node hosts and watches them."""
-
-    async def start(self, up: Callable[[HostAddress], None], down: Callable[[str, str], None]) -> None:
-        """Call `up` for every host that listens, now or later, and `down` with the reason when one has died."""
-        ...
-
-    def replace(self, name: str, reason: str) -> None:
-        """End a host that does not respond or cannot work; a new one may come up under the same name."""
-        ...
-
-    def report_demand(self, waiting: int) -> None:
-        """Tell how many sessions wait for room, for providers that can start more hosts."""
-        ...
-
-    async def close(self) -> None:
-        """End the hosts that end with the server."""
-        ...
 
 
 class Fleet:
@@ -92,10 +69,7 @@ class Fleet:
         self._policy = FleetPolicy(self._usable_nodes, shared=shared_engine)
         self._homes: BoundedDict[str, str] = BoundedDict(_AFFINITIES)
         """The latest node of each task: its environment is prepared there."""
-        self._recent: BoundedDict[str, Task] = BoundedDict(_PREFETCHED)
-        """The latest unfinished tasks, one per environment and harness: what a new node prepares first."""
-        self._prefetched: BoundedDict[str, str] = BoundedDict(_AFFINITIES)
-        """The process of each node that has prepared them."""
+        self._prefetch = Prefetch()
         self._drained: set[str] = set()
         self._nodes_of: dict[str, RemoteNode] = {}
         """The node of each session that was submitted, adopted or recovered, until it is discarded."""
@@ -107,9 +81,7 @@ class Fleet:
         self._connected = asyncio.Event()
         self._freed = asyncio.Event()
         """Set when a node may have room again."""
-        self._down = BreakerStatus(component=NODES, open=False)
-        self._on_breaker: Callable[[BreakerStatus], None] = lambda status: None
-        self._merged: dict[str, BreakerStatus] = {}
+        self._breakers = FleetBreakers()
         self._session_changed: Callable[[Session], None] = lambda session: None
         self._engine_failed: Callable[[str, FailureReason], None] = lambda engine, reason: None
         self._room_changed: Callable[[], None] = lambda: None
@@ -183,23 +155,13 @@ class Fleet:
                 await node.call_now("recover", lost=[])
             await node.keep(node.call_now)
             await self._policy.apply(node)
-            await self._prefetch(node)
+            await self._prefetch.prepare(node)
         offer = NodeOffer(node.name, node.hello["capacity"], node.hello["starting"], node.address.labels)
         self.placement.update(offer)
         self.placement.release_hold(node.name)
         if node.name in self._drained:
             self.placement.drain(node.name)
         self._connected.set()
-
-    async def _prefetch(self, node: RemoteNode) -> None:
-        """Prepare what recent tasks need on a node that is new, before it gets sessions."""
-        incarnation = node.hello["incarnation"]
-        if not self._recent or self._prefetched.get(node.name) == incarnation:
-            return
-        self._prefetched[node.name] = incarnation
-        tasks = list(self._recent.values())
-        for problem in await node.call_now("prefetch", tasks=tasks, seconds=_PREFETCH_SECONDS):
-            log.warning("node %s could not prepare task %s", node.name, problem)
 
     def _down_again(self, node: RemoteNode) -> None:
         self.placement.hold(node.name, "disconnected")
@@ -222,10 +184,7 @@ class Fleet:
         self._room_changed()
 
     def _hold(self, node: RemoteNode, reason: str, held: bool) -> None:
-        if held:
-            self.placement.hold(node.name, reason)
-        else:
-            self.placement.release_hold(node.name, reason)
+        (self.placement.hold if held else self.placement.release_hold)(node.name, reason)
 
     def _reported(self, node: RemoteNode, session: Session) -> None:
         if session.state in _STARTED:
@@ -240,12 +199,8 @@ class Fleet:
         """Give a node no new sessions; those that run there end as usual."""
         if name not in self.remote:
             raise NodeNotFound(f"no node {name!r}; nodes: {', '.join(sorted(self.remote)) or 'none'}")
-        if drained:
-            self._drained.add(name)
-            self.placement.drain(name)
-        else:
-            self._drained.discard(name)
-            self.placement.undrain(name)
+        (self._drained.add if drained else self._drained.discard)(name)
+        (self.placement.drain if drained else self.placement.undrain)(name)
         self._room_changed()
 
     async def close(self) -> None:
@@ -289,34 +244,19 @@ class Fleet:
     @property
     def breakers(self) -> Sequence[BreakerStatus]:
         """Per component over all nodes: open if no node can use it."""
-        return [*self._merged.values(), *([self._down] if self._down.opened else [])]
+        return self._breakers.all
 
     def needs(self, component: str) -> bool:
         return component in (NODES, f"engine:{POLICY}", f"sandbox:{self._sandbox.value}")
 
     def watch_breakers(self, changed: Callable[[BreakerStatus], None]) -> None:
-        self._on_breaker = changed
+        self._breakers.on_change = changed
 
     def _update_breakers(self) -> None:
         nodes = self._usable_nodes()
-        self._set_down(not nodes)
-        names = dict.fromkeys(name for node in nodes for name in node.breakers)
-        for name in names:
-            found = [node.breakers[name] for node in nodes if name in node.breakers]
-            best = next((one for one in found if not one.open), found[0])
-            # A node without this breaker has never had a problem with the component.
-            down = best.open and len(found) == len(nodes)
-            status = best.model_copy(update={"open": down, "opened": sum(one.opened for one in found)})
-            if self._merged.get(name) != status:
-                self._merged[name] = status
-                self._on_breaker(status)
-
-    def _set_down(self, down: bool) -> None:
-        if down != self._down.open and self._connected.is_set():
-            reason = "no node is connected" if down else self._down.reason
-            opened = self._down.opened + down
-            self._down = BreakerStatus(component=NODES, open=down, reason=reason, since=time.time(), opened=opened)
-            self._on_breaker(self._down)
+        if self._connected.is_set():
+            self._breakers.set_down(not nodes)
+        self._breakers.update(nodes)
 
     async def probe(self) -> list[str]:
         nodes = self._usable_nodes()
@@ -346,8 +286,7 @@ class Fleet:
 
     def forget(self, task_id: str) -> None:
         self._homes.pop(task_id, None)
-        for key in [key for key, task in self._recent.items() if task.task_id == task_id]:
-            self._recent.pop(key, None)
+        self._prefetch.forget(task_id)
         for node in self.remote.values():
             node.forget_task(task_id)
 
@@ -361,7 +300,7 @@ class Fleet:
 
     def _submit_to(self, node: RemoteNode, task: Task, session: Session) -> Awaitable[SessionOutcome]:
         self._homes[task.task_id] = node.name
-        self._recent[_preparation(task)] = task
+        self._prefetch.add(task)
         session = session.model_copy(update={"node": node.name})
         return self._outcome(node, session.session_id, node.submit(task, session))
 
@@ -506,8 +445,3 @@ class Fleet:
 
     async def update_weights(self, folder: Path, version: int) -> None:
         await self._policy.update_weights(folder, version)
-
-
-def _preparation(task: Task) -> str:
-    """Equal for tasks that a node prepares in the same way."""
-    return task.model_dump_json(include={"harness", "harness_options", "environment"})

@@ -68,6 +68,7 @@ class FakeProvider:
 
     hosts: dict[str, FakeHost]
     replaced: list[str] = field(default_factory=list)
+    demand: list[int] = field(default_factory=list)
     up: Callable[[HostAddress], None] = lambda address: None
     down: Callable[[str, str], None] = lambda name, reason: None
 
@@ -80,7 +81,7 @@ class FakeProvider:
         self.replaced.append(name)
 
     def report_demand(self, waiting: int) -> None:
-        return None
+        self.demand.append(waiting)
 
     async def add(self, name: str, capacity: int) -> FakeHost:
         self.hosts[name] = host = await FakeHost.start(name, capacity)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from towline.config import Settings
 
 if TYPE_CHECKING:
-    from towline.cluster.fleet import HostProvider
+    from towline.cluster.host_provider import HostProvider
 
 
 def host_provider(settings: Settings, script: Path | None) -> HostProvider:
