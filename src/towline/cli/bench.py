@@ -48,7 +48,7 @@ def bench_planes(
     turns: Annotated[int | None, typer.Option(help="Turns per session. Default: 60.", min=1)] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure two node hosts against one, and the API beside a node that burns all its CPU."""
+    """Measure two node hosts against one, and the API beside a busy node."""
     from dataclasses import replace
 
     from towline.benchmarks import planes
