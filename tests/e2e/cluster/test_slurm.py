@@ -196,5 +196,24 @@ def test_a_dead_node_costs_its_sessions_and_not_the_job() -> None:
         said(slurm, "cluster", "down", folder=folder)
 
 
+def test_fifty_sessions_on_three_nodes_that_ray_joins() -> None:
+    packages = sorted((Path(__file__).parents[3] / ".venv-ray/lib").glob("python*/site-packages"))
+    assert packages, "`make test-cluster` installs Ray"
+    with slurm_cluster(3, {"ray": packages[-1]}) as slurm:
+        program = {"cluster.ray_program": [slurm.python, "-m", "ray.scripts.scripts"], "node.run_workers": 4}
+        three = {"cluster.slurm.nodes": 3, "cluster.slurm.cpus_per_task": 2, "cluster.slurm.ray": True}
+        folder = prepare(slurm, "ray", **program, **three)
+        path = f"{slurm.place}/repository/src:{slurm.place}/ray:{slurm.place}/packages"
+        said(slurm, "cluster", "up", folder=folder, PYTHONPATH=path)
+        status = listening(slurm, folder)
+        service = {"TOWLINE_URL": status["url"], "TOWLINE_KEY": Path(status["key"]).read_text().strip()}
+        tasks = said(slurm, "submit", "tasks.jsonl", "--wait", folder=folder, seconds=600, **service)
+        assert [(one["state"], one["usable"]) for one in tasks] == [("done", 5)] * (SESSIONS // 5)
+        # A host is named by the address of its node.
+        nodes = {one["node"].partition("-")[0] for one in sessions_of(slurm, folder, service)}
+        assert nodes == {slurm.address(node) for node in (1, 2, 3)}
+        said(slurm, "cluster", "down", folder=folder)
+
+
 def sessions_of(slurm: SlurmCluster, folder: Path, service: dict[str, str]) -> list[dict[str, Any]]:
     return list(said(slurm, "sessions", "--limit", "200", folder=folder, **service))
