@@ -51,6 +51,11 @@ class Postgres:
             assert time.monotonic() < until, (self.folder / "log").read_text()
             time.sleep(0.02)
 
+    @property
+    def pid(self) -> int | None:
+        """The process of the server, while it runs."""
+        return None if self._server is None else self._server.pid
+
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
         if self._server is not None:
             server, self._server = self._server, None
