@@ -17,14 +17,14 @@ from typing import Any
 
 from prometheus_client import Metric
 
-from towline.cluster import wire
+from towline.cluster import fleet_status, wire
 from towline.cluster.fleet_breakers import NODES, FleetBreakers
 from towline.cluster.fleet_policy import FleetPolicy
 from towline.cluster.host_provider import HostProvider
 from towline.cluster.placement import NodeOffer, Placement
 from towline.cluster.prefetch import Prefetch
 from towline.cluster.remote_node import HostAddress, NodeReports, RemoteNode
-from towline.cluster.runner import LogNotFound, NodeLost, NodeNotFound, SessionLog, SessionOutcome, Stored, StoreRequest
+from towline.cluster.runner import NodeLost, NodeNotFound, SessionLog, SessionOutcome, Stored, StoreRequest
 from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
 from towline.common.mappings import BoundedDict
@@ -38,8 +38,6 @@ _CHECK_SECONDS = 5.0
 """How long the check of a task waits for a node; without one the task is accepted unchecked."""
 _START_SECONDS = 30.0
 """How long the start waits for hosts that do not answer, if one does."""
-_STATUS_SECONDS = 2.0
-"""How long the status of a node may take; a busy node is shown with its latest report."""
 _DEMAND_SECONDS = 5.0
 """Least time between two reports of the demand."""
 _AFFINITIES = 10_000
@@ -73,6 +71,8 @@ class Fleet:
         self._drained: set[str] = set()
         self._nodes_of: dict[str, RemoteNode] = {}
         """The node of each session that was submitted, adopted or recovered, until it is discarded."""
+        self._unplaced: dict[str, EndReason | None] = {}
+        """Sessions that wait for a node, with the reason if they were cancelled meanwhile."""
         self._segments: Segments | None = None
         self._epoch = 0
         self._reported_demand = -_DEMAND_SECONDS
@@ -123,7 +123,9 @@ class Fleet:
             if earlier.address == address:
                 return
             self.host_down(address.name, f"the process of node {address.name} was replaced")
-        reports = NodeReports(self._up, self._down_again, self._changed, self._reported, self._failed_turn)
+        reports = NodeReports(
+            self._up, self._down_again, self._changed, self._reported, lambda *failed: self._engine_failed(*failed)
+        )
         node = RemoteNode(
             address,
             self._segments,
@@ -192,9 +194,6 @@ class Fleet:
             self._room_changed()
         self._session_changed(session)
 
-    def _failed_turn(self, engine: str, reason: FailureReason) -> None:
-        self._engine_failed(engine, reason)
-
     def drain(self, name: str, drained: bool) -> None:
         """Give a node no new sessions; those that run there end as usual."""
         if name not in self.remote:
@@ -259,11 +258,7 @@ class Fleet:
         self._breakers.update(nodes)
 
     async def probe(self) -> list[str]:
-        nodes = self._usable_nodes()
-        found = await asyncio.gather(*(node.call("probe") for node in nodes))
-        if len(nodes) == 1:
-            return list(found[0])
-        return [f"{node.name}: {line}" for node, lines in zip(nodes, found, strict=True) for line in lines]
+        return await fleet_status.probe(self._usable_nodes())
 
     # Tasks
 
@@ -306,10 +301,18 @@ class Fleet:
 
     async def _submit_later(self, task: Task, session: Session) -> SessionOutcome:
         """A node went away between the count of the room and this call."""
-        while (name := self.placement.place(session.session_id)) is None:
-            self._freed.clear()
-            await self._freed.wait()
-        return await self._submit_to(self.remote[name], task, session)
+        session_id = session.session_id
+        self._unplaced[session_id] = None
+        try:
+            while (name := self.placement.place(session_id)) is None:
+                self._freed.clear()
+                await self._freed.wait()
+        finally:
+            cancelled = self._unplaced.pop(session_id)
+        running = self._submit_to(self.remote[name], task, session)
+        if cancelled is not None:
+            self.cancel(session_id, cancelled)
+        return await running
 
     def _outcome(
         self, node: RemoteNode, session_id: str, running: asyncio.Future[SessionOutcome]
@@ -334,6 +337,8 @@ class Fleet:
         node = self._nodes_of.get(session_id)
         if node is not None:
             node.cancel(session_id, reason)
+        elif session_id in self._unplaced:
+            self._unplaced[session_id] = self._unplaced[session_id] or reason
 
     async def adopt(self, session_ids: Collection[str]) -> Mapping[str, Awaitable[SessionOutcome]]:
         found: dict[str, Awaitable[SessionOutcome]] = {}
@@ -346,8 +351,14 @@ class Fleet:
     async def recover(self, lost: Collection[str]) -> AsyncIterator[SessionOutcome]:
         self._recovered = True
         for node in self._usable_nodes():
-            await node.keep(node.call)
-            for fields in await node.call("recover", lost=sorted(lost)):
+            try:
+                await node.keep(node.call)
+                recovered = await node.call("recover", lost=sorted(lost))
+            except NodeLost as error:
+                # What it had of the lost sessions is lost with it; they are retried all the same.
+                log.error("node %s was lost during the recovery: %s", node.name, error)
+                continue
+            for fields in recovered:
                 outcome = wire.load_outcome(fields)
                 self._nodes_of[outcome.session.session_id] = node
                 yield outcome
@@ -369,10 +380,11 @@ class Fleet:
     async def _store_on(self, node: RemoteNode | None, requests: list[StoreRequest]) -> list[Stored]:
         try:
             if node is None:
-                raise NodeLost("the node died before its trajectory was stored")
+                raise NodeLost("its node died before the trajectory was stored")
             answer = await node.call("store", requests=[wire.dump_request(one) for one in requests])
         except NodeLost as error:
-            return [NodeLost(str(error)) for _ in requests]
+            # These sessions had ended: they are not what killed the node.
+            return [NodeLost(str(error), sessions=0) for _ in requests]
         return [wire.load_stored(one) for one in answer]
 
     async def discard(self, session_id: str) -> None:
@@ -387,20 +399,11 @@ class Fleet:
     async def erase(self, session_ids: Collection[str]) -> None:
         if session_ids:
             for node in self._usable_nodes():
-                await node.call("erase", session_ids=sorted(session_ids))
+                with contextlib.suppress(NodeLost):
+                    await node.call("erase", session_ids=sorted(session_ids))
 
     async def read_log(self, session_id: str, name: str, most: int) -> SessionLog:
-        names: list[str] = []
-        for node in self._usable_nodes():
-            try:
-                found = await node.call("read_log", session_id=session_id, name=name, most=most)
-            except LogNotFound as error:
-                names += error.names
-            except NodeLost:
-                continue
-            else:
-                return SessionLog(found["data"].encode("latin-1"), found["left_out"], found["names"])
-        raise LogNotFound(sorted(names))
+        return await fleet_status.read_log(self._usable_nodes(), session_id, name, most)
 
     # Status and policy
 
@@ -414,28 +417,11 @@ class Fleet:
         return nodes[0].hello if nodes else {}
 
     async def nodes(self) -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*(self._node_status(node) for _, node in sorted(self.remote.items()))))
-
-    async def _node_status(self, node: RemoteNode) -> dict[str, Any]:
-        if node.connected:
-            with contextlib.suppress(TimeoutError, NodeLost):
-                async with asyncio.timeout(_STATUS_SECONDS):
-                    node.status = await node.call("status")
-        return {
-            **node.status,
-            "name": node.name,
-            "connected": node.connected,
-            "unusable": self.placement.unusable(node.name) if node.connected else node.lost or "disconnected",
-            "labels": dict(node.address.labels),
-            "pid": node.hello.get("pid"),
-            "host": node.hello.get("host"),
-        }
+        nodes = [node for _, node in sorted(self.remote.items())]
+        return await fleet_status.statuses(nodes, self.placement)
 
     async def metrics(self) -> Iterable[Metric]:
-        nodes = self._usable_nodes()
-        found = await asyncio.gather(*(node.call("metrics") for node in nodes), return_exceptions=True)
-        answers = {node.name: one for node, one in zip(nodes, found, strict=True) if not isinstance(one, BaseException)}
-        return wire.merge_metrics(answers)
+        return await fleet_status.metrics(self._usable_nodes())
 
     async def pause(self, mode: PauseMode, deadline: float | None) -> None:
         await self._policy.pause(mode, deadline)

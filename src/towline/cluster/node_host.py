@@ -108,17 +108,18 @@ class NodeHost:
         if earlier is not None:
             await earlier.close()
         await self.runner.use_store(segments, hello["epoch"])
-        # Whatever was reported to an earlier connection is said again, or is part of the greeting.
+        greeting = await self._greeting()
+        # Whatever was reported to an earlier connection is said again, or is part of the greeting, which comes first.
         outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self._outbox = outbox
-        self._send({"hello": await self._greeting()})
+        self._send({"hello": greeting})
         for fields in self._outcomes.values():
             self._send({"report": "ended", "outcome": fields})
         writer = asyncio.create_task(_write(connection, outbox))
         try:
             async for message in connection:
                 if message.type is WSMsgType.BINARY and self._socket is connection:
-                    self._received(load_json(message.data))
+                    self._received(load_json(message.data), connection)
         finally:
             writer.cancel()
             if self._socket is connection:
@@ -164,7 +165,7 @@ class NodeHost:
         if self._socket is not None:
             self._outbox.put_nowait(dump_json(message))
 
-    def _received(self, message: dict[str, Any]) -> None:
+    def _received(self, message: dict[str, Any], connection: web.WebSocketResponse) -> None:
         args = message.get("args", {})
         match message["call"]:
             case "submit":
@@ -174,9 +175,10 @@ class NodeHost:
             case "forget":
                 self.runner.forget(**args)
             case name:
-                self._background.start(self._answer(message["id"], name, args))
+                self._background.start(self._answer(message["id"], name, args, connection))
 
-    async def _answer(self, id: int, name: str, args: dict[str, Any]) -> None:
+    async def _answer(self, id: int, name: str, args: dict[str, Any], connection: web.WebSocketResponse) -> None:
+        """Answer a call over the connection that it came by: on another one the number is that of another call."""
         try:
             answer = {"id": id, "result": await self._calls[name](**args)}
         except (TowlineError, OSError) as error:
@@ -184,7 +186,8 @@ class NodeHost:
         except Exception as error:
             log.exception("call %s failed", name)
             answer = {"id": id, "error": wire.dump_error(error)}
-        self._send(answer)
+        if self._socket is connection:
+            self._send(answer)
 
     # Reports
 

@@ -29,6 +29,8 @@ from towline.schema.files import dump_json, load_json
 log = logging.getLogger("towline.cluster")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 """Seconds between two attempts to connect."""
+_CONNECT_SECONDS = 5.0
+"""How long a host may take to accept a connection."""
 
 
 class AbstractConnector(aiohttp.UnixConnector):
@@ -179,8 +181,8 @@ class RemoteNode:
         self._send({"call": "forget", "args": {"task_id": task_id}})
 
     def lose(self, reason: str) -> None:
-        """Give up the sessions and calls of this node."""
-        self.lost = reason
+        """Give up the sessions and calls of this node. The first reason stays."""
+        self.lost = reason = self.lost or reason
         self._set_connected(False)
         sessions, self._sessions = self._sessions, {}
         running = [one for one in sessions.values() if not one.outcome.done()]
@@ -267,13 +269,16 @@ class RemoteNode:
         """Use one connection until it breaks; returns why it did."""
         url = "http://host" if self.address.url.startswith("unix:") else self.address.url
         try:
-            async with http.ws_connect(
-                url + wire.PATH,
-                headers={"Authorization": f"Bearer {self.address.token}"},
-                heartbeat=self._heartbeat,
-                max_msg_size=wire.LARGEST,
-            ) as socket:
-                return await self._use(socket)
+            # A host that is stopped accepts connections, by its kernel, and answers nothing.
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                connection = await http.ws_connect(
+                    url + wire.PATH,
+                    headers={"Authorization": f"Bearer {self.address.token}"},
+                    heartbeat=self._heartbeat,
+                    max_msg_size=wire.LARGEST,
+                )
+            async with connection:
+                return await self._use(connection)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return str(error) or repr(error)
 

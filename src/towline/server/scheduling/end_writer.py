@@ -111,7 +111,8 @@ class EndWriter:
         if isinstance(piece, SegmentSlice):
             ending.piece = piece
         elif isinstance(piece, NodeLost):
-            ending.died(str(piece), company=piece.sessions, limit=self._quarantine_deaths)
+            # It had ended before its node died, so it is not a suspect of the death.
+            ending.state, ending.failure, ending.error = SessionState.LOST, FailureReason.NODE, str(piece)
             ending.usable, ending.reward, ending.reward_status = False, None, None
         else:
             ending.state, ending.usable = SessionState.FAILED, False

@@ -83,6 +83,8 @@ class SessionScheduler:
         """Waiting sessions, approximately; recounted periodically."""
         self.active: dict[str, asyncio.Task[None]] = {}
         """Sessions at the runner, or whose end is being written."""
+        self._ending: set[str] = set()
+        """Active sessions that the runner has ended, and whose ends are being written."""
         self.broken = ""
         """Why the scheduler stopped working; empty while it works."""
         self._to_stop: set[str] = set()
@@ -187,7 +189,7 @@ class SessionScheduler:
     async def claim(self) -> int:
         """Start waiting sessions as far as there is room and nothing holds the queue; returns how many."""
         # Sessions whose ends are not written yet count: they must not pile up while the storage is down.
-        room = min(self.runner.room, self.runner.capacity - len(self.active))
+        room = self.runner.room - len(self._ending)
         claimed: list[queue.ClaimedSession] = []
         self._held_back = False
         if room > 0 and not self.held:
@@ -279,6 +281,7 @@ class SessionScheduler:
 
     def _session_ended(self, session_id: str, done: asyncio.Task[None]) -> None:
         self.active.pop(session_id, None)
+        self._ending.discard(session_id)
         self._to_stop.discard(session_id)
         self._suspects.discard(session_id)
         self.stages.forget(session_id)
@@ -308,10 +311,12 @@ class SessionScheduler:
         except Exception as error:
             log.exception("session %s failed", session.session_id)
             ending.error, ending.failure = str(error) or repr(error), FailureReason.INTERNAL
+        self._ending.add(session.session_id)
         store = None if outcome is None else self._fill_end(ending, outcome)
         ending.stage = self.stages.last(session.session_id)
         ending.steps = await self.stages.take(session.session_id)
         await self._ends.write(ending, store)
+        self._ending.discard(session.session_id)
         self._suspecting = self._suspecting or (ending.deaths > claimed.deaths and self.quarantine_deaths > 0)
         if outcome is not None:
             await self.runner.discard(session.session_id)
