@@ -28,7 +28,7 @@ TEST_FOLDERS = 32
 FILE_LINES = 450
 README_LINES = 60
 NOT_COUNTED = {"__init__.py", "__main__.py", "__pycache__", "README.md", "py.typed"}
-OTHER_TESTS = {"adapters", "chaos", "e2e", "faults", "support", "surface"}
+OTHER_TESTS = {"adapters", "e2e", "faults", "support", "surface"}
 """Folders of `tests/` that belong to no single package."""
 
 

@@ -186,7 +186,8 @@ class Fleet:
         self._room_changed()
 
     def _hold(self, node: RemoteNode, reason: str, held: bool) -> None:
-        (self.placement.hold if held else self.placement.release_hold)(node.name, reason)
+        change = self.placement.hold if held else self.placement.release_hold
+        change(node.name, reason)
 
     def _reported(self, node: RemoteNode, session: Session) -> None:
         if session.state in _STARTED:
@@ -391,10 +392,8 @@ class Fleet:
         node = self._nodes_of.pop(session_id, None)
         if node is not None:
             node.forget_session(session_id)
-            try:
+            with contextlib.suppress(NodeLost):
                 await node.call("discard", session_id=session_id)
-            except NodeLost:
-                log.debug("session %s: its node is gone", session_id)
 
     async def erase(self, session_ids: Collection[str]) -> None:
         if session_ids:

@@ -19,7 +19,9 @@ _GIVEN = {name: os.environ.get(f"TOWLINE_CHAOS_{name.upper()}") for name in ("se
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=_GIVEN["seed"], help="replays a storm (default: a new one, printed)")
-    parser.addoption("--sessions", type=int, default=_GIVEN["sessions"] or 1000, help="sessions per storm (default 1000)")
+    parser.addoption(
+        "--sessions", type=int, default=_GIVEN["sessions"] or 1000, help="sessions per storm (default 1000)"
+    )
     parser.addoption("--faults", default=_GIVEN["faults"] or "", help=f"of {','.join(WEIGHTS)} (default: all)")
     parser.addoption("--seconds", type=float, default=_GIVEN["seconds"] or 3600, help="longest storm (default 3600)")
 

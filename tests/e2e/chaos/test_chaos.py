@@ -25,7 +25,12 @@ pytestmark = pytest.mark.timeout(7200)
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 async def test_children(
-    kind: str, model: Path, seed: int, tmp_path: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    model: Path,
+    seed: int,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = request.config
     postgres = request.getfixturevalue("postgres") if kind == "postgresql" else None

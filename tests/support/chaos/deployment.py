@@ -134,7 +134,9 @@ class Children:
         return [self._process.pid] if running and self._process is not None else []
 
     def hosts(self) -> list[int]:
-        return [pid for pid in processes.descendants(*self.server()) if "towline node-host" in processes.command_line(pid)]
+        return [
+            pid for pid in processes.descendants(*self.server()) if "towline node-host" in processes.command_line(pid)
+        ]
 
     def supervisors(self) -> list[int]:
         below = processes.descendants(*self.hosts()) if self.server() else []

@@ -71,13 +71,17 @@ async def check_store(
     report.check("sessions that never ended", [one.session_id for one in rows.values() if one.phase != 2])
     per_sample = Counter((rows[one].task_id, rows[one].sample) for one in stored)
     report.check("samples without one result", [one for one in _samples(tasks) if per_sample[one] != 1])
-    report.check("samples without a usable session", [_told(rows[row.session_id]) for row in stored.values() if not row.usable])
+    report.check(
+        "samples without a usable session", [_told(rows[row.session_id]) for row in stored.values() if not row.usable]
+    )
     delivered = {one["sessions"][0]["session_id"] for name, one in got.items() if name in acked["session"]}
     report.check("acknowledged results lost", delivered - stored.keys())
     report.check("results never delivered", stored.keys() - delivered)
     unknown = [*_ids(sessions, "unknown"), *_ids(groups, "unknown")]
     report.check("acknowledgements that the server did not know", unknown)
-    report.check("results delivered again after their acknowledgement", [*_ids(sessions, "again"), *_ids(groups, "again")])
+    report.check(
+        "results delivered again after their acknowledgement", [*_ids(sessions, "again"), *_ids(groups, "again")]
+    )
     report.check("groups not delivered once", _uneven(len(acked["group"]), tasks))
     scored = [one["sessions"][0] for one in got.values()]
     report.check("sessions scored on an engine failure", [one for one in scored if one["reward"]])
@@ -87,7 +91,9 @@ async def check_store(
     report.check("orphaned segments", there - named)
     report.check("missing segments", named - there)
     report.figures["attempts"] = len(rows)
-    report.figures["attempts by end"] = dict(Counter(f"{row.state}/{row.failure or row.end_reason}" for row in rows.values()))
+    report.figures["attempts by end"] = dict(
+        Counter(f"{row.state}/{row.failure or row.end_reason}" for row in rows.values())
+    )
 
 
 async def _check_trajectories(
@@ -109,7 +115,9 @@ async def _check_trajectories(
             continue
         if (trajectory.session_id, trajectory.group_id) != (row.session_id, row.task_id):
             foreign.append(f"{row.session_id} names the trajectory of {trajectory.session_id}")
-        texts = [decode(np.concatenate([trajectory.prompt(turn.id), turn.sampled]).tolist()) for turn in trajectory.turns]
+        texts = [
+            decode(np.concatenate([trajectory.prompt(turn.id), turn.sampled]).tolist()) for turn in trajectory.turns
+        ]
         texts += [decode(trace.token_ids.tolist()) for trace in trajectory.traces]
         turns += len(trajectory.turns)
         tokens += sum(len(turn.sampled) for turn in trajectory.turns)
@@ -118,11 +126,11 @@ async def _check_trajectories(
         if len(marks) > 1 or (texts and numbers != {int(row.task_id.rpartition("/")[2])}):
             foreign.append(f"{row.session_id}: marks {marks}, tasks {numbers}")
         for turn in trajectory.turns:
-            if not MARK.search(decode(turn.sampled.tolist())):
-                foreign.append(f"{row.session_id}: turn {turn.id} has no mark in its answer")
-        for mark in marks:
-            if owners.setdefault(mark, row.session_id) != row.session_id:
-                foreign.append(f"{mark} of {owners[mark]} is in {row.session_id}")
+            answer = decode(turn.sampled.tolist())
+            if turn.finish != "abort" and not MARK.search(answer):
+                foreign.append(f"turn {turn.id} ({turn.finish}) has no mark in its answer {answer!r}")
+        others = {mark: owners.setdefault(mark, row.session_id) for mark in marks}
+        foreign += [f"{mark} of {one} is in {row.session_id}" for mark, one in others.items() if one != row.session_id]
     report.check("tokens attributed to another session", foreign)
     report.check("unreadable trajectories", unreadable)
     report.figures["trajectories read"] = len(owners)

@@ -6,7 +6,18 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-ENGINE_FAULTS = ("status_500", "rate_limit", "stall", "stall_midway", "reset", "garbage", "truncated", "wrong_ids", "nan_logprob", "away")
+ENGINE_FAULTS = (
+    "status_500",
+    "rate_limit",
+    "stall",
+    "stall_midway",
+    "reset",
+    "garbage",
+    "truncated",
+    "wrong_ids",
+    "nan_logprob",
+    "away",
+)
 WEIGHTS = {
     "kill_server": 2,
     "restart_server": 1,

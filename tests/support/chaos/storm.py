@@ -174,7 +174,9 @@ class Storm:
             acked = self.acked("session")
             if time.monotonic() > until or acked >= self.sessions * 0.95:
                 return
-            self.write(f"{fault.number:>4} {fault.name} {fault.seconds:.1f} s, choice {fault.choice:.3f}; {acked} acked")
+            self.write(
+                f"{fault.number:>4} {fault.name} {fault.seconds:.1f} s, choice {fault.choice:.3f}; {acked} acked"
+            )
             act: Callable[[PlannedFault], Awaitable[None]] = getattr(self, f"_{fault.name}")
             await act(fault)
             self.counts[fault.name] += 1
@@ -245,7 +247,9 @@ class Storm:
 
     async def _stop_database(self, fault: PlannedFault) -> None:
         if self.postgres is not None and self.postgres.pid is not None:
-            backends = [pid for pid in processes.descendants(self.postgres.pid) if "towline" in processes.command_line(pid)]
+            backends = [
+                pid for pid in processes.descendants(self.postgres.pid) if "towline" in processes.command_line(pid)
+            ]
             for pid in self._victim(fault, backends):
                 await self._stopped(pid, fault.seconds)
 
