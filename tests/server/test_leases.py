@@ -151,3 +151,21 @@ class Known:
 
 Machine.TestCase.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 TestLeases = Machine.TestCase
+
+
+async def test_a_clock_that_is_set_back_does_not_prolong_leases(tmp_path: Path) -> None:
+    store = Store(database_url(None, tmp_path))
+    await store.open()
+    try:
+        await publish(store, 2, 0)
+        delivery = LeaseManager(store)
+        request = LeaseRequest("a", Unit.SESSION, 2, 10.0)
+        first = await delivery.lease(request, version=0, now=10_000.0)
+        assert len(first.results) == 2
+        # An hour is gone. The acknowledgement of one must not hide that from the next call.
+        await delivery.ack("a", [first.results[0].result_id], version=0, now=6_400.0)
+        assert not (await delivery.lease(request, version=0, now=6_401.0)).results
+        again = await delivery.lease(request, version=0, now=6_412.0)
+        assert [one.result_id for one in again.results] == [first.results[1].result_id]
+    finally:
+        await store.close()

@@ -46,6 +46,8 @@ _SCANNED = 1000
 """Maximum number of results scanned per transaction."""
 _SEEN_SECONDS = 30.0
 """Minimum seconds between updates of a consumer's last-seen time."""
+_CLOCK_SECONDS = 2.0
+"""A consumer that was last seen later than this from now shows that the clock was set back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,8 @@ class LeaseManager:
         table, counters = tables.consumers, tables.counters
         locked = select(table).where(*_consumer_is(request)).with_for_update()
         found = (await tx.execute(locked)).one_or_none()
+        if found is not None and found.seen > now + _CLOCK_SECONDS:
+            await self._set_back(tx, request, found.seen - now, now)
         if found is not None:
             if request.prefix not in (None, found.prefix):
                 raise ResourceConflict(
@@ -178,6 +182,14 @@ class LeaseManager:
         row |= {"created": now, "seen": now} | request.pace
         await tx.execute(insert_new(tx, table).values(**row))
         return (await tx.execute(locked)).one()
+
+    async def _set_back(self, tx: AsyncConnection, request: LeaseRequest, seconds: float, now: float) -> None:
+        """Move the leases of the consumer with a clock that was set back: none may last longer than it was granted for."""
+        log.warning("the clock was set back by %.0f s; the leases of consumer %s follow it", seconds, request.consumer)
+        table = tables.leases
+        granted = (*_leased_to(request.consumer, request.unit), table.c.delivery > WITHHELD)
+        await tx.execute(update(table).where(*granted).values(until=table.c.until - seconds))
+        await tx.execute(update(tables.consumers).where(*_consumer_is(request)).values(seen=now))
 
     # Leases
 
@@ -329,7 +341,7 @@ class LeaseManager:
                     seqs.setdefault(place[0], []).append(place[1])
             useless = {place[1] for name, place in parsed.items() if place is not None and name in unusable}
             for unit, some in seqs.items():
-                values: dict[str, Any] = {"seen": now}
+                values: dict[str, Any] = {"seen": max(now, known[unit].seen)}
                 if unit is Unit.GROUP:
                     leased = await self._leased_groups(tx, consumer, some)
                     finished = await self._finished(tx, leased, trained=set(leased) - useless)
