@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -119,6 +120,43 @@ def test_a_cut_link_gives_up_sessions_and_a_healed_one_drops_them(rig: RayRig, c
 
 def lost(client: Client, task_id: str) -> int:
     return sum(one.state is SessionState.LOST for one in sessions(client, task_id))
+
+
+ENGINE = """
+import ray
+
+@ray.remote(num_cpus=0)
+class Engine:
+    def urls(self):
+        return ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+
+ray.init(address="auto", namespace="towline")
+engine = Engine.options(name="replicas", lifetime="detached").remote()
+print(ray.get(engine.urls.remote()))
+"""
+
+
+def test_engine_replicas_are_found_by_the_name_of_their_actor(rig: RayRig) -> None:
+    rig.run_on_head("-c", ENGINE)
+    found = rig.run_on_head("-m", "towline.cluster.ray_bridge", "auto", "towline", "replicas")
+    assert json.loads(found) == {"urls": {"replicas": ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]}}
+    missing = rig.run_on_head("-m", "towline.cluster.ray_bridge", "auto", "towline", "nobody")
+    assert "nobody" in json.loads(missing)["error"]
+
+
+def test_a_server_can_be_a_client_of_the_cluster_and_choose_its_nodes(rig: RayRig) -> None:
+    for node in range(1, NODES):
+        if node not in rig.nodes:
+            rig.start_node(node)
+    address = f"ray://{rig.address(0)}:10001"
+    rig.serve(cluster=address, TOWLINE_CLUSTER__RAY__LABELS='{"number": "n1"}')
+    try:
+        client = Client(rig.url)
+        assert set(rig.call(lambda: connected(client))) == {"node1"}
+        rig.call(lambda: client.submit([task("client", samples=4)]))
+        finish(rig, client, "client", 4)
+    finally:
+        assert rig.stop_server() == 0
 
 
 def test_throughput_of_four_nodes(rig: RayRig, client: Client) -> None:

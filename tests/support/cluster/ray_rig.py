@@ -179,14 +179,11 @@ class RayRig:
 
     def serve_command(self, *options: str, cluster: str = "auto", concurrency: int = 8) -> list[str]:
         """`towline serve`, entered into the namespaces of the head."""
-        head = _children(self.nodes[0].pid)[0]
-        inside = ["nsenter", f"--net=/run/netns/{self._spaces[0]}", f"--target={head}", "--mount", "--pid", "--"]
         engine = ["--engine", "scripted", "--script", str(self.place / "replies.py")]
         places = ["--model", str(self.place / "model"), "--data", str(self.place / "data"), "--port", str(_PORT)]
         size = ["--sandbox", self.sandbox, "--concurrency", str(concurrency), "--json"]
         return [
-            *inside,
-            str(self.python),
+            *self._head(),
             "-m",
             "towline",
             "serve",
@@ -197,6 +194,26 @@ class RayRig:
             *size,
             *options,
         ]
+
+    def _head(self) -> list[str]:
+        """Python in the namespaces of the head."""
+        head = _children(self.nodes[0].pid)[0]
+        where = [f"--net=/run/netns/{self._spaces[0]}", f"--target={head}", "--mount", "--pid"]
+        return ["nsenter", *where, "--", str(self.python)]
+
+    def run_on_head(self, *arguments: str) -> str:
+        """Run Python on the head; returns its output."""
+        done = subprocess.run(
+            [*self._head(), *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+            cwd=self.place,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip().splitlines()[-1]
 
     def serve_environment(self, **settings: str) -> dict[str, str]:
         """Settings by their variables, such as `TOWLINE_SERVER__LOST_SECONDS`."""
