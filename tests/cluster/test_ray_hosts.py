@@ -150,7 +150,6 @@ READY = {"ready": 1, "errors": []}
     ("line", "reason"),
     [
         ({"error": "no cluster there"}, "no cluster there"),
-        ({"ready": 0, "errors": []}, "no node of the Ray cluster suits"),
         ({"ready": 1, "errors": ["n: no model"]}, "no node host could be started: n: no model"),
     ],
 )
@@ -160,3 +159,11 @@ async def test_a_cluster_that_cannot_be_used_stops_the_start(tmp_path: Path, lin
     with pytest.raises(ConfigError, match=reason):
         await hosts.start(fleet.up, fleet.down)
     assert fleet.found == []
+
+
+async def test_a_cluster_without_nodes_is_asked_for_one(tmp_path: Path) -> None:
+    hosts, fleet = provider(tmp_path, {"ready": 0, "errors": []}), Fleet()
+    await hosts.start(fleet.up, fleet.down)
+    await hosts.close()
+    heard = [json.loads(line) for line in (tmp_path / "lines.heard").read_text().splitlines()]
+    assert heard == [{"demand": 1}, {"close": True}]

@@ -32,6 +32,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _STOP_SECONDS = 60.0
 """How long hosts may take to end when the server closes."""
 _LINE = 2**26
+_NO_NODES = (
+    "waiting for a node of the Ray cluster that suits: it needs the resources of cluster.ray.resources and the labels of "
+    "cluster.ray.labels; `ray status` and `ray list nodes` show what there is"
+)
 UPSTREAM = "ray:"
 """Prefix of an upstream that is the name of an actor, which knows the URLs."""
 
@@ -48,7 +52,7 @@ class RayHosts:
         self._demand = 0
 
     async def start(self, up: Callable[[HostAddress], None], down: Callable[[str, str], None]) -> None:
-        """Returns when every node has a host or an error. Raises `ConfigError` if no node has a host."""
+        """Returns when every node has a host or an error. Raises `ConfigError` if all have errors; nodes may come later."""
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._background.start(self._supervise(up, down, ready), "Ray bridge")
         if problem := await ready:
@@ -73,8 +77,12 @@ class RayHosts:
                         errors = message["errors"]
                         for error in errors:
                             log.error("no node host on %s", error)
+                        if message["ready"] == 0:
+                            log.warning(_NO_NODES)
+                            self.report_demand(1)
                         if not ready.done():
-                            ready.set_result(_unusable(message["ready"], errors))
+                            none = errors and len(errors) == message["ready"]
+                            ready.set_result(f"no node host could be started: {errors[0]}" if none else "")
                     elif "error" in message:
                         problem = f"Ray at {self._input.address} cannot be used: {message['error']}"
             if not ready.done():
@@ -130,16 +138,6 @@ class RayHosts:
                 async with asyncio.timeout(_STOP_SECONDS):
                     await process.wait()
         await self._background.close()
-
-
-def _unusable(hosts: int, errors: Sequence[str]) -> str:
-    """Why a server cannot start with these hosts; empty if it can."""
-    if hosts == 0:
-        return (
-            "no node of the Ray cluster suits: a node needs the resources of cluster.ray.resources and the labels of "
-            "cluster.ray.labels; `ray status` and `ray list nodes` show what there is"
-        )
-    return f"no node host could be started: {errors[0]}" if len(errors) == hosts else ""
 
 
 def bridge_input(settings: Settings, script: Path | None) -> BridgeInput:

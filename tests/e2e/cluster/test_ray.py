@@ -164,17 +164,17 @@ def test_throughput_of_four_nodes(rig: RayRig, client: Client) -> None:
     others = [one["name"] for name, one in rig.call(lambda: connected(client)).items() if name != "node0"]
     for name in others:
         rig.call(partial(client.drain_node, name))
-    single = rate(rig, client, 24)
+    single = rate(rig, client, 16)
     for name in others:
         rig.call(partial(client.undrain_node, name))
-    all_nodes = rate(rig, client, 24 * NODES)
+    all_nodes = rate(rig, client, 16 * NODES)
     print(f"\nsessions per second: 1 node {single:.3f}, {NODES} nodes {all_nodes:.3f}, ratio {all_nodes / single:.2f}")
     assert all_nodes > 2 * single
 
 
 def rate(rig: RayRig, client: Client, count: int) -> float:
-    """Sessions per second, of sessions that wait 12 seconds for one reply."""
+    """Sessions per second, of sessions that wait a minute for one reply: nodes share the cores of one machine."""
     began = time.monotonic()
-    rig.call(lambda: client.submit([task(f"rate{count}", seconds=12, samples=count)]))
+    rig.call(lambda: client.submit([task(f"rate{count}", seconds=60, samples=count)]))
     finish(rig, client, f"rate{count}", count)
     return count / (time.monotonic() - began)

@@ -16,7 +16,6 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -118,9 +117,10 @@ class RayRig:
         (self.place / "replies.py").write_text(SCRIPT)
         self._network()
         self.start_node(0)
-        self._until("the head listens", lambda: self._listens(_RAY_PORT))
+        self._until("the head runs", lambda: self._runs(0))
         for node in range(1, self.count):
             self.start_node(node)
+        self._until("all nodes run", lambda: all(map(self._runs, self.nodes)))
 
     def start_node(self, node: int) -> None:
         """Start Ray on a node, also again after `kill_node`."""
@@ -304,10 +304,8 @@ class RayRig:
     def _network_of(self, node: int) -> list[str]:
         return ["nsenter", f"--net=/run/netns/{self._spaces[node]}", "--"]
 
-    def _listens(self, port: int) -> bool:
-        probe = f"import socket; socket.create_connection(('{self.address(0)}', {port}), 2)"
-        command = [*self._network_of(0), sys.executable, "-S", "-c", probe]
-        return subprocess.run(command, capture_output=True, timeout=CALL_SECONDS, check=False).returncode == 0
+    def _runs(self, node: int) -> bool:
+        return "Ray runtime started" in (self.place / f"log/node-{node}.log").read_text(errors="replace")
 
     def _until(self, what: str, holds: Callable[[], object]) -> None:
         until = time.monotonic() + PATIENCE
