@@ -174,3 +174,19 @@ async def test_a_node_that_dies_during_the_start_does_not_stop_the_server(tmp_pa
             await r.caller.submit(task("t", 2))
             assert len(await r.caller.take(2)) == 2
     await provider.close_hosts()
+
+
+async def test_a_session_that_kills_its_host_three_times_is_quarantined_and_named(tmp_path: Path) -> None:
+    async with fleet_rig(tmp_path, nodes=1) as r:
+        await r.caller.submit(task("killer", 1, harness_options={"hang": True}))
+        for _ in range(3):
+            await eventually(lambda: len(r.provider.hosts["a"].runner._active) == 1)
+            await r.provider.kill("a")
+            await r.provider.add("a", 4)
+        (result,) = await r.caller.take(1)
+        (session,) = result.sessions
+        assert (session.state.value, session.failure, session.attempt) == ("failed", "quarantined", 3)
+        assert "running at 3 node deaths" in (session.error or "")
+        # The node works for the others.
+        await r.caller.submit(task("good", 2))
+        assert [one.sessions[0].state.value for one in await r.caller.take(2)] == ["done", "done"]

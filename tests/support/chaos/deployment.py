@@ -37,6 +37,10 @@ class Deployment(Protocol):
         """Shut the server down as an operator does."""
         ...
 
+    async def serving(self, seconds: float) -> None:
+        """Wait until the server answers, but not longer than this."""
+        ...
+
     def server(self) -> list[int]:
         """The process of the server, if there is one."""
         ...
@@ -67,6 +71,7 @@ class Children:
     _process: subprocess.Popen[bytes] | None = None
     _keeper: asyncio.Task[None] | None = None
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _started: bool = False
 
     async def start(self) -> None:
         with socket.socket() as free:
@@ -91,9 +96,11 @@ class Children:
             line = await asyncio.to_thread(process.stdout.readline)
             if line:
                 self._ready.set()
+                self._started = True
             code = await asyncio.to_thread(process.wait)
             process.stdout.close()
-            if not self._ready.is_set() and code >= 0:
+            self._ready.clear()
+            if not self._started and code >= 0:
                 return  # it does not start even undisturbed
             await asyncio.sleep(0.3)
 
@@ -121,6 +128,11 @@ class Children:
                 await asyncio.to_thread(self._process.wait, _START_SECONDS)
             finally:
                 self._process.kill()
+
+    async def serving(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ready.wait()
 
     def kill(self) -> None:
         """End everything at once, so that a failed test leaves nothing behind."""

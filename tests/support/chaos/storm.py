@@ -215,12 +215,18 @@ class Storm:
             yield among[int(fault.choice * len(among))]
 
     async def _kill_server(self, fault: PlannedFault) -> None:
-        for pid in self.deployment.server():
-            processes.send(pid, signal.SIGKILL)
+        await self._end_server(fault, signal.SIGKILL)
 
     async def _restart_server(self, fault: PlannedFault) -> None:
+        await self._end_server(fault, signal.SIGTERM)
+
+    async def _end_server(self, fault: PlannedFault, how: signal.Signals) -> None:
+        """Mostly the next fault comes once the server is back: a storm in which it never is tests little else."""
         for pid in self.deployment.server():
-            processes.send(pid, signal.SIGTERM)
+            processes.send(pid, how)
+        if fault.choice < 0.75:
+            await asyncio.sleep(0.5)
+            await self.deployment.serving(120.0)
 
     async def _kill_host(self, fault: PlannedFault) -> None:
         for pid in self._victim(fault, self.deployment.hosts()):
