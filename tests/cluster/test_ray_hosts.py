@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from towline.cluster.child_hosts import HostSettings, node_settings
-from towline.cluster.ray_actor import HostActor
-from towline.cluster.ray_bridge import RayNode, wanted_hosts
-from towline.cluster.ray_hosts import RayHosts, bridge_input
+from towline.cluster.ray.actor import HostActor
+from towline.cluster.ray.bridge import RayNode, wanted_hosts
+from towline.cluster.ray.hosts import RayHosts, bridge_input
 from towline.cluster.remote_node import HostAddress
 from towline.config import Settings
 from towline.config.cluster import RaySettings

@@ -138,9 +138,9 @@ print(ray.get(engine.urls.remote()))
 
 def test_engine_replicas_are_found_by_the_name_of_their_actor(rig: RayRig) -> None:
     rig.run_on_head("-c", ENGINE)
-    found = rig.run_on_head("-m", "towline.cluster.ray_bridge", "auto", "towline", "replicas")
+    found = rig.run_on_head("-m", "towline.cluster.ray.bridge", "auto", "towline", "replicas")
     assert json.loads(found) == {"urls": {"replicas": ["http://10.0.0.1:8000", "http://10.0.0.2:8000"]}}
-    missing = rig.run_on_head("-m", "towline.cluster.ray_bridge", "auto", "towline", "nobody")
+    missing = rig.run_on_head("-m", "towline.cluster.ray.bridge", "auto", "towline", "nobody")
     assert "nobody" in json.loads(missing)["error"]
 
 

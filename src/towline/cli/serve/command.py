@@ -84,7 +84,7 @@ def serve(
 
 async def _serve(settings: Settings, console: Console, as_json: bool, script: Path | None) -> None:
     from towline.cluster.fleet import Fleet
-    from towline.cluster.ray_hosts import resolve_upstreams
+    from towline.cluster.ray.hosts import resolve_upstreams
     from towline.common.gc_tuning import gc_tuning
     from towline.server.api.app import serving
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def host_provider(settings: Settings, script: Path | None) -> HostProvider:
     """The provider that the settings want: child processes, here or in a Slurm job, or actors of a Ray cluster."""
     from towline.cluster.child_hosts import ChildHosts, local_places
-    from towline.cluster.ray_hosts import RayHosts, require_ray
+    from towline.cluster.ray.hosts import RayHosts, require_ray
     from towline.cluster.slurm_hosts import slurm_places
 
     data, address = settings.server.data, settings.cluster.address

@@ -1,6 +1,6 @@
 """Node hosts on the machines of a Ray cluster.
 
-Ray itself is in a process next to the server, `ray_bridge`, which this one supervises. Hosts outlive both: a bridge that
+Ray itself is in a process next to the server, `ray.bridge`, which this one supervises. Hosts outlive both: a bridge that
 is started again, by this server or by a later one, finds them and reports the same addresses.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from towline.cluster.child_hosts import HostSettings, node_settings
-from towline.cluster.ray_bridge import BridgeInput
+from towline.cluster.ray.bridge import BridgeInput
 from towline.cluster.remote_node import HostAddress
 from towline.common.background import BackgroundTasks
 from towline.config import ModelSettings, Settings
@@ -26,7 +26,7 @@ from towline.config.cluster import RaySettings
 from towline.errors import ConfigError
 
 log = logging.getLogger("towline.cluster")
-_BRIDGE = [sys.executable, "-m", "towline.cluster.ray_bridge"]
+_BRIDGE = [sys.executable, "-m", "towline.cluster.ray.bridge"]
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 """Seconds between the death of the bridge and its next start."""
 _STOP_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""The process next to the server that speaks to Ray: `python -m towline.cluster.ray_bridge`.
+"""The process next to the server that speaks to Ray: `python -m towline.cluster.ray.bridge`.
 
 It keeps one `HostActor` on every suitable Ray node and reports which hosts listen. Ray ends a process that has lost its
 head node, and takes 100 MB and seconds to import; in a process of its own it does neither to the server, which starts
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from towline.cluster.ray_actor import HostActor, digest
+from towline.cluster.ray.actor import HostActor, digest
 from towline.common.background import BackgroundTasks
 from towline.config.cluster import RaySettings
 

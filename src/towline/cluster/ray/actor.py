@@ -4,7 +4,7 @@ One actor drives one host process, whatever the number of its sessions, and is c
 session passes through Ray. The host exits when its standard input closes, so it never outlives its actor. An actor that is
 not asked for its status for `orphan_seconds` exits: its server is not coming back.
 
-Ray is not imported here: the class is made an actor by `ray_bridge`.
+Ray is not imported here: the class is made an actor by `ray.bridge`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Node hosts on the machines of a Ray cluster."""
