@@ -18,8 +18,8 @@ from typing import Any
 from prometheus_client import Metric
 
 from towline.cluster import fleet_status, wire
-from towline.cluster.fleet_breakers import NODES, FleetBreakers
 from towline.cluster.fleet_policy import FleetPolicy
+from towline.cluster.fleet_status import NODES, FleetBreakers
 from towline.cluster.host_provider import HostProvider
 from towline.cluster.placement import NodeOffer, Placement
 from towline.cluster.prefetch import Prefetch

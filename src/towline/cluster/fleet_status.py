@@ -1,10 +1,15 @@
-"""What nodes tell about themselves: status, metrics, logs and probes. A node that does not answer in time is left out."""
+"""What nodes tell about themselves: status, metrics, logs, probes and circuit breakers.
+
+A node that does not answer in time is left out. The breakers of all nodes are one per component: open only if no node can
+use it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prometheus_client import Metric
@@ -13,7 +18,10 @@ from towline.cluster import wire
 from towline.cluster.placement import Placement
 from towline.cluster.remote_node import RemoteNode
 from towline.cluster.runner import LogNotFound, NodeLost, SessionLog
+from towline.schema import BreakerStatus
 
+NODES = "nodes"
+"""The component whose breaker is open while no node can be reached."""
 _STATUS_SECONDS = 2.0
 """How long the status of a node may take; a busy node is shown with its latest report."""
 _LOG_SECONDS = 5.0
@@ -76,3 +84,37 @@ async def _probe(node: RemoteNode) -> list[str]:
         return list(await node.call("probe"))
     except NodeLost as error:
         return [str(error)]
+
+
+class FleetBreakers:
+    """Merges the breakers of the nodes, and has one for the nodes themselves."""
+
+    def __init__(self) -> None:
+        self.on_change: Callable[[BreakerStatus], None] = lambda status: None
+        self._down = BreakerStatus(component=NODES, open=False)
+        self._merged: dict[str, BreakerStatus] = {}
+
+    @property
+    def all(self) -> Sequence[BreakerStatus]:
+        return [*self._merged.values(), *([self._down] if self._down.opened else [])]
+
+    def update(self, nodes: Sequence[RemoteNode]) -> None:
+        """Merge the breakers of these nodes, which are all that are connected."""
+        names = dict.fromkeys(name for node in nodes for name in node.breakers)
+        for name in names:
+            found = [node.breakers[name] for node in nodes if name in node.breakers]
+            best = next((one for one in found if not one.open), found[0])
+            # A node without this breaker has never had a problem with the component.
+            down = best.open and len(found) == len(nodes)
+            status = best.model_copy(update={"open": down, "opened": sum(one.opened for one in found)})
+            if self._merged.get(name) != status:
+                self._merged[name] = status
+                self.on_change(status)
+
+    def set_down(self, down: bool) -> None:
+        """Record whether no node is connected."""
+        if down != self._down.open:
+            reason = "no node is connected" if down else self._down.reason
+            opened = self._down.opened + down
+            self._down = BreakerStatus(component=NODES, open=down, reason=reason, since=time.time(), opened=opened)
+            self.on_change(self._down)
