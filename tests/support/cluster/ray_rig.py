@@ -28,6 +28,8 @@ from towline.demo import tokenizer
 PATIENCE = 240.0
 CALL_SECONDS = 60.0
 _REPOSITORY = Path(__file__).parents[3]
+_STARTS = 3
+"""Most attempts to start a node."""
 _PORT = 8600
 _RAY_PORT = 6379
 _NEWNET = 0x40000000
@@ -120,6 +122,11 @@ class RayRig:
         self._until("the head runs", lambda: self._runs(0))
         for node in range(1, self.count):
             self.start_node(node)
+        for _ in range(_STARTS):
+            # On a busy machine `ray start` may give up on its own processes.
+            for node in [node for node, process in self.nodes.items() if process.poll() is not None]:
+                self.start_node(node)
+            self._wait_for(lambda: all(self._runs(one) or self._ended(one) for one in self.nodes))
         self._until("all nodes run", lambda: all(map(self._runs, self.nodes)))
 
     def start_node(self, node: int) -> None:
@@ -306,6 +313,14 @@ class RayRig:
 
     def _runs(self, node: int) -> bool:
         return "Ray runtime started" in (self.place / f"log/node-{node}.log").read_text(errors="replace")
+
+    def _ended(self, node: int) -> bool:
+        return self.nodes[node].poll() is not None
+
+    def _wait_for(self, holds: Callable[[], object]) -> None:
+        until = time.monotonic() + PATIENCE
+        while not holds() and time.monotonic() < until:
+            time.sleep(0.2)
 
     def _until(self, what: str, holds: Callable[[], object]) -> None:
         until = time.monotonic() + PATIENCE
