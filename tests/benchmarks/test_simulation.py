@@ -62,7 +62,7 @@ def test_durations_have_the_published_quantiles() -> None:
 
 
 def test_a_small_simulation(tmp_path: Path) -> None:
-    result = run(SMALL, sizes=(2, 4), claims=20)
+    result = run(SMALL, sizes=(2, 4), claims=10, rounds=1)
     paced, fcfs, synchronous = (result["collections"][name] for name in ("paced", "fcfs", "synchronous"))
     groups = SMALL.updates * SMALL.groups
     for one in (paced, fcfs, synchronous):

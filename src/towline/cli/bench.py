@@ -91,6 +91,7 @@ def bench_simulation(
     nodes: Annotated[int, typer.Option(help="Simulated nodes. Default: 200.", min=1)] = 200,
     sessions: Annotated[int, typer.Option(help="Sessions that updates use. Default: 20000.", min=1)] = 20_000,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    max_staleness: Annotated[int, typer.Option(help="Staleness limit, in versions. Default: 4.", min=0)] = 4,
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file. Default: none.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -101,7 +102,8 @@ def bench_simulation(
 
     console = terminal.console(as_json)
     with terminal.progress_reporter(console, "simulation") as told:
-        result = run(SimulationPlan(nodes=nodes, sessions=sessions, seed=seed), progress=told)
+        plan = SimulationPlan(nodes=nodes, sessions=sessions, seed=seed, max_staleness=max_staleness)
+        result = run(plan, progress=told)
     if plot is not None:
         report.plot(result, plot)
     if as_json:

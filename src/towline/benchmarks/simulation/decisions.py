@@ -24,7 +24,7 @@ from towline.cluster.placement import NodeOffer, Placement
 
 NODES = (10, 100, 1000)
 _PLACED = 20_000
-CLAIMS = 300
+CLAIMS = 150
 
 
 def placement_micros(nodes: int, slots: int, seed: int = 0, decisions: int = _PLACED) -> float:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,23 +33,28 @@ def run(
     *,
     sizes: tuple[int, ...] = decisions.NODES,
     claims: int = decisions.CLAIMS,
+    rounds: int = 3,
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> dict[str, Any]:
-    """Run all ways of collection, and measure the cost of decisions at each number of nodes, over that many claims."""
+    """Run all ways of collection, and measure the cost of decisions at each number of nodes: the median of `rounds`."""
     plan = plan or SimulationPlan()
-    steps = len(sizes) + len(Collection) * plan.updates
-    costs = []
-    for number, nodes in enumerate(sizes):
+    steps = len(sizes) * rounds + len(Collection) * plan.updates
+    measured: dict[int, list[tuple[float, float]]] = {nodes: [] for nodes in sizes}
+    # Rounds alternate between the sizes, so that a machine that is busy for a while slows down all of them.
+    for number, nodes in enumerate(sizes * rounds):
         progress(number, steps, f"cost per decision, {nodes} nodes")
-        with _folder() as folder:
+        # Garbage is collected as in a server.
+        with _folder() as folder, gc_tuning():
             sized = decisions.at(plan, nodes)
-            # As in a server.
-            with gc_tuning():
-                claim = virtual_time.run(partial(decisions.claim_micros, plan=sized, folder=folder, decisions=claims))
-        costs.append({"nodes": nodes, "placement_us": decisions.placement_micros(nodes, plan.slots), "claim_us": claim})
+            claim = virtual_time.run(partial(decisions.claim_micros, plan=sized, folder=folder, decisions=claims))
+        measured[nodes].append((decisions.placement_micros(nodes, plan.slots), claim))
+    costs = [
+        {"nodes": nodes, "placement_us": median(one[0] for one in found), "claim_us": median(one[1] for one in found)}
+        for nodes, found in measured.items()
+    ]
     collections = {}
     for number, collection in enumerate(Collection):
-        before = len(sizes) + number * plan.updates
+        before = len(sizes) * rounds + number * plan.updates
 
         def on_update(version: int, before: int = before, collection: Collection = collection) -> None:
             progress(before + version, steps, f"{collection}: update {version} of {plan.updates}")
