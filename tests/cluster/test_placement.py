@@ -58,7 +58,7 @@ class Model:
         if not fits:
             return None
         least = min(fits.values())
-        if prefer in fits and fits[prefer] - least <= Fraction(AFFINITY):
+        if prefer in fits and fits[prefer] - least <= Fraction(AFFINITY) and fits[prefer] <= Fraction(2, 5):
             return prefer
         return min(name for name, load in fits.items() if load == least)
 
@@ -157,8 +157,19 @@ def test_affinity_yields_to_load() -> None:
     for name in ("a", "b"):
         placement.update(NodeOffer(name, 8))
     chosen = [placement.place(f"s{number}", prefer="b") for number in range(8)]
-    # b may be two of eight sessions ahead of a.
-    assert chosen == ["b", "b", "b", "a", "b", "a", "b", "a"]
+    # b may be two of eight sessions ahead of a, until it is crowded.
+    assert chosen == ["b", "b", "b", "a", "a", "a", "a", "b"]
+
+
+def test_samples_of_one_task_fill_all_nodes_alike() -> None:
+    """Nodes of 8 run slots accept 18 sessions: none waits for a slot on one node while another has a free one."""
+    placement = Placement()
+    for name in "abcd":
+        placement.update(NodeOffer(name, 18))
+    latest = ""
+    for number in range(64):
+        latest = placement.place(f"s{number}", prefer=latest) or ""
+    assert {len(placement.sessions_of(name)) for name in "abcd"} == {16}
 
 
 def test_the_starting_limit_frees_with_started() -> None:

@@ -2,8 +2,8 @@
 
 A session goes to the node with the least relative load (sessions / capacity, counted with the new session on it) among the
 usable nodes that have room and match its labels. A preferred node, which may have the task's environment prepared, wins if
-its load exceeds the least by at most `affinity`. Equal loads are decided by name, so a choice is a function of the calls
-before it.
+its load exceeds the least by at most `affinity` and it is not crowded. Equal loads are decided by name, so a choice is a
+function of the calls before it.
 
 A node never holds more sessions than its capacity, nor more starting ones than its limit. If an offer shrinks below what
 is booked, the sessions stay and the node takes none until it has room again.
@@ -22,6 +22,8 @@ from types import MappingProxyType
 
 AFFINITY = 0.25
 """How much more relative load a preferred node may have than the least loaded one."""
+CROWDED = 0.4
+"""Relative load above which a node is not preferred: its sessions would wait for a run slot while others have free ones."""
 _POOLS = 64
 """Most label requirements with a heap of their own; a requirement beyond that costs one scan of the nodes."""
 _ROUNDING = 1e-9
@@ -222,6 +224,7 @@ class Placement:
             preferred is not None
             and preferred.room
             and preferred.load - node.load <= self.affinity + _ROUNDING
+            and preferred.load <= CROWDED + _ROUNDING
             and preferred.matches(labels)
         ):
             node = preferred

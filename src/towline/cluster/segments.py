@@ -4,7 +4,7 @@ A segment is an Arrow file with one record batch per session; sessions that end 
 together. It is complete and durable before the rows that name it are committed, so a row never names a file that was not
 written. Each session's row has a hash of its batch: damage to one batch leaves the others readable.
 
-Names are `<store>/<run>/[<writer>/]<thousand>/<number>.arrow`. The store id separates stores that share a location; the
+Names are `<store>/<run>/[<writer>-]<thousand>/<number>.arrow`. The store id separates stores that share a location; the
 run (the server's epoch plus a random part) separates what two copies of one database write; the writer separates the node
 hosts of one run. A crash leaves files that no row names: a later run of the same store looks for them in the folders of its
 own earlier runs only.
@@ -92,7 +92,7 @@ class Segments:
         self.store = ""
         self.run = ""
         """Folder of what is written, relative to the store's."""
-        self._writer = f"{writer}/" if writer else ""
+        self._writer = f"{writer}-" if writer else ""
         self._numbers = itertools.count(1)
 
     def set_owner(self, store: str, run: str) -> None:
