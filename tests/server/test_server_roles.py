@@ -33,7 +33,7 @@ async def test_every_route_and_role(database: str, tmp_path: Path) -> None:
         for role in (S, C):
             callers[role] = Caller(r.caller.web, (await admin.ok("POST", "/v1/keys", {"roles": [role]}))["key"])
         both = Caller(r.caller.web, (await admin.ok("POST", "/v1/keys", {"roles": [S, C]}))["key"])
-        values = {"task_id": "t", "session_id": result.sessions[0].session_id, "key_id": "none"}
+        values = {"task_id": "t", "session_id": result.sessions[0].session_id, "key_id": "none", "name": "none"}
         for method, path, body, allowed in ROUTES:
             filled = path.format(**values)
             query = {"idle": 0} if path == "/v1/events" else {"consumer": "c"} if path == "/v1/results" else {}

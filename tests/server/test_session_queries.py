@@ -29,7 +29,7 @@ async def test_unknown_query_parameters_are_rejected(tmp_path: Path) -> None:
         await r.caller.submit(task("t"))
         await r.caller.take(1)
         for method, path, body, _ in ROUTES:
-            filled = path.format(task_id="t", session_id="s", key_id="k")
+            filled = path.format(task_id="t", session_id="s", key_id="k", name="n")
             query = {"consumer": "c"} if path == "/v1/results" else {}
             answer = await r.caller.call(method, filled, body, max_stalenes=1, **query)
             assert (answer.status, answer.body["field"]) == (400, "max_stalenes"), (method, path, answer)
@@ -169,7 +169,7 @@ async def test_metrics(database: str, tmp_path: Path) -> None:
             'towline_engine_errors_total{engine="policy",reason="engine"} 0.0',
             "towline_turns_total 4.0",
             "towline_sampled_tokens_total 64.0",
-            'towline_stage_seconds_count{stage="run"} 4.0',
+            'towline_stage_seconds_count{stage="run"} 5.0',
             'towline_consumer_lag{consumer="quick",unit="session"} 2.0',
             'towline_consumer_lag{consumer="slow",unit="session"} 3.0',
             'towline_consumer_lag{consumer="some",unit="group"} 0.0',

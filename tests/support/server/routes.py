@@ -25,6 +25,8 @@ ROUTES: list[tuple[str, str, Any, set[str]]] = [
     ("POST", "/v1/policy/resume", {}, {A}),
     ("POST", "/v1/policy/weights", {"folder": "/none", "version": 1}, {A}),
     ("GET", "/v1/nodes", None, {S, C, A}),
+    ("POST", "/v1/nodes/{name}/drain", None, {A}),
+    ("POST", "/v1/nodes/{name}/undrain", None, {A}),
     ("GET", "/v1/stragglers", None, {S, C, A}),
     ("GET", "/v1/keys", None, {A}),
     ("POST", "/v1/keys", {"roles": ["submit"]}, {A}),
