@@ -336,7 +336,7 @@ _NOT_OURS = (
 
 def _name(path: Path) -> str:
     name = re.sub(r"(alpha|beta|gamma|held|late|broken|train)[\w.-]*-[0-9a-f]{8}", "*", path.as_posix())
-    name = re.sub(r"store-[0-9a-f]{16}/[^/]+/[^/]+/\d+", "store-*/*/*/*", name)
+    name = re.sub(r"store-[0-9a-f]{16}/\d+-[0-9a-f]{8}/(?:[\w.-]+-[0-9a-f]{16}-)?\d{6}/\d{9}", "store-*/*/*/*", name)
     name = re.sub(r"store-[0-9a-f]{16}", "store-*", name)
     name = re.sub(r"\d{8}\.seg", "*.seg", name)
     return re.sub(r"weights/v\d+", "weights/v*", name)
