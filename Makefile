@@ -16,7 +16,7 @@ ARGS ?=
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --max-worker-restart=0
 RUFF_PATHS := $(wildcard src tests bench examples)
 
-.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults test-chaos vllm test-engines test-training test-trainers test-cluster test-ray test-images lint format bench audit lock clean
+.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults test-security test-chaos vllm test-engines test-training test-trainers test-cluster test-ray test-images lint format bench audit lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +68,10 @@ test-crashes: setup test-system ## Kill a server with real sandboxes at every na
 # Mostly waiting: more workers than cores.
 test-faults: setup system ## Fail the engine in ten ways under serve, eval and train: nothing that failed is scored
 	$(BIN)/python -m pytest tests/faults -n 4 --max-worker-restart=0 $(PYTEST_ARGS)
+
+# Each attack runs twice: with its guard, when it must gain nothing, and without, when it must succeed.
+test-security: setup test-system ## Attack the service, its sandboxes and verifiers; the number of attacks and successes is printed
+	$(BIN)/python -m pytest tests/security $(PARALLEL) $(PYTEST_ARGS)
 
 # PYTEST_ARGS="--seed N --sessions N --faults a,b --seconds S -k sqlite" replays or shortens a storm.
 test-chaos: setup test-system ## Kill, stop, fill and cut everything at random under 1,000 sessions, and count what was lost

@@ -23,12 +23,12 @@ FOLDER_ENTRIES = 20
 """Most files and folders in one folder, `__init__`, `__main__`, `README.md` and `py.typed` not counted."""
 PACKAGES = 24
 """The same for the package itself: its packages and top modules."""
-TEST_FOLDERS = 32
+TEST_FOLDERS = 34
 """The same for `tests/`: a folder per package, and what belongs to none."""
 FILE_LINES = 450
 README_LINES = 60
 NOT_COUNTED = {"__init__.py", "__main__.py", "__pycache__", "README.md", "py.typed"}
-OTHER_TESTS = {"adapters", "e2e", "faults", "support", "surface"}
+OTHER_TESTS = {"adapters", "e2e", "faults", "security", "support", "surface"}
 """Folders of `tests/` that belong to no single package."""
 
 
