@@ -100,3 +100,17 @@ async def test_service_without_keys_only_answers_loopback(tmp_path: Path) -> Non
         local = running.url.replace("0.0.0.0", "127.0.0.1")
         async with aiohttp.request("GET", f"{local}/v1/tasks") as answer:
             assert answer.status == 401
+
+
+async def test_a_key_belongs_to_a_tenant(tmp_path: Path) -> None:
+    async with rig(tmp_path) as r:
+        made = await r.caller.ok("POST", "/v1/keys", {"roles": ["admin"]})
+        assert made["info"]["tenant"] == "default"
+        admin = Caller(r.caller.web, made["key"])
+        made = await admin.ok("POST", "/v1/keys", {"roles": ["submit"], "tenant": "acme"})
+        found = await r.service.keys.caller(f"Bearer {made['key']}")
+        assert (found.tenant, found.admin) == ("acme", False)
+        assert {one["tenant"] for one in await admin.ok("GET", "/v1/keys")} == {"default", "acme"}
+        for name in ("", "a b", "../x", "a\x1fb", "-x", "x" * 64, "a/b"):
+            answer = await admin.call("POST", "/v1/keys", {"roles": ["submit"], "tenant": name})
+            assert (answer.status, answer.body["field"]) == (422, "tenant")

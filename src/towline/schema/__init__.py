@@ -57,6 +57,7 @@ from towline.schema.trace import Trace, traces_from_table
 from towline.schema.trajectory import FidelityReport, Trajectory, traces_table
 from towline.schema.turn import Image, Turn, TurnSampling
 from towline.schema.vocabulary import (
+    DEFAULT_TENANT,
     POLICY,
     TRAINED_ROLES,
     VALID_TRANSITIONS,
@@ -73,6 +74,7 @@ from towline.schema.vocabulary import (
 )
 
 __all__ = [
+    "DEFAULT_TENANT",
     "POLICY",
     "SCHEMA_VERSION",
     "TRAINED_ROLES",

@@ -94,6 +94,8 @@ UInt8Array = Annotated[npt.NDArray[np.uint8], ArrayOf(np.uint8)]
 
 Id = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 """A name: not empty, no control characters."""
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+"""The name of a tenant: letters, digits, `.`, `_` and `-`."""
 Count = Annotated[int, Field(ge=0)]
 Json = dict[str, Any]
 """Any JSON object, kept as given; NaN and infinities are written as null."""

@@ -11,6 +11,8 @@ from types import MappingProxyType
 
 POLICY = "policy"
 """The name of the engine whose turns are trained."""
+DEFAULT_TENANT = "default"
+"""The tenant of keys and tasks that name none."""
 
 
 class ContextPolicy(StrEnum):

@@ -19,7 +19,7 @@ from rich.text import Text
 from towline.cli import engines, options, terminal
 from towline.cli.serve.hosts import host_provider
 from towline.config import Settings
-from towline.schema import Role
+from towline.schema import DEFAULT_TENANT, Role
 
 if TYPE_CHECKING:
     from towline.server.api.auth import KeyStore
@@ -141,12 +141,13 @@ async def _serve(settings: Settings, console: Console, as_json: bool, script: Pa
 def create_key(
     role: Annotated[list[Role], typer.Option(help="Role of the key. Repeatable.")],
     name: Annotated[str, typer.Option(help="Label of the key. Default: none.")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant that the key belongs to.")] = DEFAULT_TENANT,
     data: Data = None,
     config: options.Config = None,
     as_json: options.Json = False,
 ) -> None:
     """Create a key and print it; it is not shown again."""
-    made = _with_keys(config, data, lambda keys: keys.create(name, role))
+    made = _with_keys(config, data, lambda keys: keys.create(name, role, tenant))
     print(made.model_dump_json() if as_json else made.key)
 
 
@@ -157,9 +158,10 @@ def list_keys(data: Data = None, config: options.Config = None, as_json: options
     if as_json:
         print(json.dumps([key.model_dump(mode="json") for key in found]))
         return
-    table = Table("id", "name", "roles", "created", box=None)
+    table = Table("id", "tenant", "name", "roles", "created", box=None)
     for key in found:
-        table.add_row(key.key_id, terminal.escape_markup(key.name), ", ".join(key.roles), time.ctime(key.created))
+        name = terminal.escape_markup(key.name)
+        table.add_row(key.key_id, key.tenant, name, ", ".join(key.roles), time.ctime(key.created))
     Console().print(table)
 
 

@@ -1,4 +1,4 @@
-"""API keys and roles. A key is shown once, when it is created; the store has its hash.
+"""API keys and roles. A key is shown once, when it is created; the store has its hash. Every key belongs to a tenant.
 
 Without any key the service is open to every client that reaches it. It then listens on loopback only and accepts only
 requests with loopback as their host, so that a web page in a browser cannot use it.
@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pydantic import Field
 from sqlalchemy import delete, func, insert, select
 
-from towline.schema import Role
-from towline.schema.base import Model
+from towline.schema import DEFAULT_TENANT, Role
+from towline.schema.base import Model, TenantName
 from towline.server.errors import Forbidden, ResourceConflict, ResourceNotFound, Unauthorized
 from towline.server.store import tables
 from towline.server.store.database import Store
+from towline.server.store.names import check_tenant
+from towline.server.store.tables import insert_new
 
 PREFIX = "tlk-"
 _CACHE_SECONDS = 2.0
@@ -34,6 +36,8 @@ class KeyInfo(Model):
     name: str
     roles: list[Role]
     created: float
+    tenant: str = DEFAULT_TENANT
+    """Whose tasks and results the key reaches; an admin key reaches those of all."""
 
 
 class NewKey(Model):
@@ -49,14 +53,21 @@ class KeyRequest(Model):
 
     name: str = Field(default="", max_length=128, pattern=r"^[^\x00]*$")
     roles: list[Role] = Field(min_length=1)
+    tenant: TenantName = DEFAULT_TENANT
+    """The tenant that the key belongs to; it is created with its first key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request and its roles."""
+    """The caller of a request, its roles, and the tenant that its key belongs to."""
 
     name: str
     roles: frozenset[Role]
+    tenant: str = DEFAULT_TENANT
+
+    @property
+    def admin(self) -> bool:
+        return Role.ADMIN in self.roles
 
     def may(self, *any_of: Role) -> bool:
         return Role.ADMIN in self.roles or not self.roles.isdisjoint(any_of)
@@ -111,17 +122,24 @@ class KeyStore:
         table = tables.keys
         async with self.store.read() as tx:
             row = (await tx.execute(select(table).where(table.c.digest == digest))).one_or_none()
-        return None if row is None else Caller(row.name or row.key_id, frozenset(map(Role, row.roles.split(","))))
+        if row is None:
+            return None
+        return Caller(row.name or row.key_id, frozenset(map(Role, row.roles.split(","))), row.owner)
 
-    async def create(self, name: str, roles: Sequence[Role]) -> NewKey:
+    async def create(self, name: str, roles: Sequence[Role], tenant: str = DEFAULT_TENANT) -> NewKey:
+        check_tenant(tenant)
         key = PREFIX + secrets.token_urlsafe(32)
-        info = KeyInfo(key_id=secrets.token_hex(8), name=name, roles=sorted(set(roles)), created=time.time())
+        info = KeyInfo(
+            key_id=secrets.token_hex(8), name=name, roles=sorted(set(roles)), created=time.time(), tenant=tenant
+        )
         row = {"key_id": info.key_id, "name": name, "roles": ",".join(info.roles), "created": info.created}
+        row["owner"] = tenant
         async with self.store.write() as tx:
             if Role.ADMIN not in roles and not await tx.scalar(select(func.count()).select_from(tables.keys)):
                 raise ResourceConflict(
                     "the first key must have role admin: from then on every request needs a key", field="roles"
                 )
+            await tx.execute(insert_new(tx, tables.tenants), [{"name": tenant, "created": info.created}])
             await tx.execute(insert(tables.keys), [row | {"digest": _hash(key)}])
         self._forget()
         return NewKey(key=key, info=info)
@@ -131,7 +149,13 @@ class KeyStore:
         async with self.store.read() as tx:
             rows = await tx.execute(select(table).order_by(table.c.created))
             return [
-                KeyInfo(key_id=row.key_id, name=row.name, roles=row.roles.split(","), created=row.created)
+                KeyInfo(
+                    key_id=row.key_id,
+                    name=row.name,
+                    roles=row.roles.split(","),
+                    created=row.created,
+                    tenant=row.owner,
+                )
                 for row in rows
             ]
 

@@ -431,7 +431,7 @@ async def list_keys(service: ServiceDep, caller: Admin) -> list[KeyInfo]:
 @router.post("/keys", tags=["service"], status_code=201)
 async def create_key(key: KeyRequest, service: ServiceDep, caller: Admin) -> NewKey:
     """Create an API key. It is shown only in this response."""
-    return await service.keys.create(key.name, key.roles)
+    return await service.keys.create(key.name, key.roles, key.tenant)
 
 
 @router.delete("/keys/{key_id}", tags=["service"], status_code=204)

@@ -44,7 +44,8 @@ metadata = MetaData()
 
 
 def _owner() -> Column[str]:
-    """The tenant that a row belongs to; empty: the operator of the service."""
+    """The tenant that a row belongs to. A row without one belongs to nobody, and only an admin key finds it; an event
+    without one is of the whole service, and every key sees it."""
     return Column("owner", Text, nullable=False, server_default="")
 
 
@@ -86,6 +87,7 @@ tasks = Table(
     Column("stopped", Float),
     Column("cut", Integer, nullable=False, server_default="0"),
     Index("tasks_by_state", "state", "number"),
+    Index("tasks_by_owner", "owner", "number"),
     Index("tasks_by_age", "updated"),
     Index(
         "tasks_in_grace",
@@ -130,6 +132,7 @@ sessions = Table(
     Column("seconds", Float),
     Index("sessions_by_task", "task_id", "sample", "attempt"),
     Index("sessions_in_order", "number", "sample", "attempt"),
+    Index("sessions_by_owner", "owner", "number", "sample", "attempt"),
     Index(
         "sessions_by_failure",
         "failure",
@@ -141,6 +144,7 @@ sessions = Table(
     ),
     Index(
         "sessions_waiting",
+        "owner",
         "urgency",
         "number",
         "sample",
@@ -169,6 +173,7 @@ results = Table(
     Column("created", Float, nullable=False),
     _owner(),
     Index("results_by_unit", "unit", "seq"),
+    Index("results_by_owner", "owner", "unit", "seq"),
     Index("results_by_task", "task_id", "seq"),
 )
 """The row of a group has no body: its sessions are the usable earlier results of the task. It is usable if complete."""
@@ -220,6 +225,7 @@ events = Table(
     Column("kind", String(16), nullable=False),
     Column("body", LargeBinary, nullable=False),
     _owner(),
+    Index("events_by_owner", "owner", "seq"),
 )
 
 callbacks = Table(
@@ -244,6 +250,16 @@ keys = Table(
     Column("created", Float, nullable=False),
     _owner(),
 )
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("weight", Float),
+    Column("limits", Text, nullable=False, server_default="{}"),
+    Column("created", Float, nullable=False),
+)
+"""Tenants with a key, or set by the operator. `weight` and `limits` (JSON) replace those of the settings."""
 
 trash = Table("trash", metadata, Column("segment", String(256), primary_key=True), _owner())
 """Segments whose rows are removed and whose files are to be."""
