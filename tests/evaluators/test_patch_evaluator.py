@@ -176,7 +176,7 @@ echo 1..2
     gold = "echo 'gaps() { echo $(($# ? $(set -- $1; echo $#) - 1 : 0)); }' >lib.sh"
     assert (await made.judge(gold)).components == {"applied": 1, "fail_to_pass": 1, "pass_to_pass": 1}
     assert (await made.judge()).components == {"applied": 1, "fail_to_pass": 0, "pass_to_pass": 1}
-    with pytest.raises(EvaluationError, match="no result for '- one gap'"):
+    with pytest.raises(EvaluationError, match="no result"):
         await made.judge("echo 'exit 0' >lib.sh")
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from towline.common import swebench_package
 from towline.evaluators.registry import make_evaluator
 from towline.schema import Network, Task
 from towline.tasks.fields import TaskError
@@ -248,8 +249,9 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
 SWE = {"instance_id": "a", "base_commit": "b" * 40, "problem_statement": "c", "FAIL_TO_PASS": ["TestAdd"]}
 
 
-def test_rows_bring_their_own_test_command_and_log_format(tmp_path: Path) -> None:
+def test_rows_bring_their_own_test_command_and_log_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other languages than Python there is no default."""
+    monkeypatch.setattr(swebench_package, "parsers", frozenset)
     rebench = {"test_cmd": ["npm ci", "npx jest --verbose"], "log_parser": "parse_log_jest"}
     python = {"test_cmd": "pytest -rA", "log_parser": "parse_log_pytest_v2"}
     patch = "diff --git a/tests/test_a.py b/tests/test_a.py\n"
@@ -306,7 +308,9 @@ def test_rows_bring_their_own_test_command_and_log_format(tmp_path: Path) -> Non
         ({"instance_id": "a", "base_commit": "b", "problem_statement": "c", "FAIL_TO_PASS": "x"}, "FAIL_TO_PASS: "),
         (SWE, r"test_cmd: missing; 'TestAdd' is not a pytest test id"),
         ({**SWE, "language": "Go"}, r"test_cmd: missing; the tests are not Python \(Go\)"),
-        ({**SWE, "repo_language": "js", "eval_script": "npx jest"}, r"the tests are not Python \(js\)"),
+        ({**SWE, "repo_language": "js"}, r"the tests are not Python \(js\)"),
+        ({**SWE, "eval_script": "npx jest"}, "eval_script: does not mark the end of the tests"),
+        ({**SWE, "test_cmd": "x", "eval_type": "maybe"}, "eval_type: must be"),
         ({**SWE, "test_patch": "diff --git a/a_test.go b/a_test.go\n"}, r"the tests are not Python \(a_test\.go\)"),
         ({**SWE, "FAIL_TO_PASS": ["src/a.rs::adds"]}, r"the tests are not Python \(src/a\.rs\)"),
         ({**SWE, "log_parser": "parse_log_cargo"}, r"the tests are not Python \(cargo\)"),
@@ -319,7 +323,8 @@ def test_rows_bring_their_own_test_command_and_log_format(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_wrong_row_names_its_place(tmp_path: Path, row: Any, reason: str) -> None:
+def test_a_wrong_row_names_its_place(tmp_path: Path, row: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swebench_package, "parsers", frozenset)
     file = lines(tmp_path, {"task_id": "first", "instruction": "fine"}, row)
     with pytest.raises(TaskError, match=reason):
         load_tasks([file], harness="pi")

@@ -7,7 +7,8 @@ no branch or tag further on, no stash, no reflog, no unreachable object. In a re
 checked. Any finding fails the session with its reason. After RUN, files that the tests rely on and the agent changed are
 listed in the notes.
 
-A task whose environment must contain what looks like a leak says so: `metadata = {"leak_audit": false}`.
+What the images of published data sets are known to hold is removed first (`swe/concealment.py`). A task whose environment
+must contain what looks like a leak says so: `metadata = {"leak_audit": false}`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Protocol, runtime_checkable
 
 from towline.evaluators.base import Evaluator
 from towline.evaluators.sandbox_io import INSIDE_PATH, existing_paths, path_argument
+from towline.evaluators.swe.concealment import START_REF, Conceals, conceal
 from towline.sandboxes.base import ChangeKind, Sandbox, SandboxError, execute
 from towline.schema import Task
 
@@ -118,36 +120,39 @@ fi
 if [ -n "$1" ]; then
   g merge-base --is-ancestor "$1" HEAD 2>/dev/null || echo "base"
 fi
+start=$([ -z "$4" ] || g rev-parse -q --verify "$4^{commit}")
 g for-each-ref --format='%(refname)' | while read -r ref; do
+  [ "$ref" != "$4" ] || continue
   commit=$(g rev-parse -q --verify "$ref^{commit}") || continue
   g merge-base --is-ancestor "$commit" HEAD || echo "ref $ref"
 done
 g cat-file --batch-all-objects --batch-check='%(objectname) %(objecttype)' >"$dir/all" || exit 1
 if [ "$(wc -l <"$dir/all")" -le "$2" ]; then
-  g rev-list --objects HEAD | cut -d' ' -f1 >"$dir/given"
+  g rev-list --objects HEAD $start | cut -d' ' -f1 >"$dir/given"
   g ls-files -s | cut -d' ' -f2 >>"$dir/given"
   g for-each-ref --format='%(objectname)' >>"$dir/given"
 else
-  g rev-list HEAD >"$dir/given"
+  g rev-list HEAD $start >"$dir/given"
   grep ' commit$' "$dir/all" >"$dir/commits"; mv "$dir/commits" "$dir/all"
 fi
 awk 'NR == FNR { given[$1] = 1; next } !($1 in given) { print "object " $2 " " $1 }' "$dir/given" "$dir/all"
 """
 
 
-async def audit_repositories(sandbox: Sandbox, workdir: str, base: str) -> list[str]:
-    """Problems of the repositories under the working folder."""
+async def audit_repositories(sandbox: Sandbox, workdir: str, base: str, start: str = "") -> list[str]:
+    """Problems of the repositories under the working folder. `start`: a reference that may be ahead of HEAD, because it is
+    what the agent starts from."""
     done = await execute(sandbox, ("sh", "-c", _FIND, "sh", path_argument(workdir)), cwd="/", seconds=_SECONDS)
     problems = []
     for found in done.stdout.decode("utf-8", "replace").splitlines():
         repository = found.removesuffix("/.git")
-        problems += [f"{repository}: {problem}" for problem in await _audit_repository(sandbox, found, base)]
+        problems += [f"{repository}: {problem}" for problem in await _audit_repository(sandbox, found, base, start)]
     return problems
 
 
-async def _audit_repository(sandbox: Sandbox, git: str, base: str) -> list[str]:
+async def _audit_repository(sandbox: Sandbox, git: str, base: str, start: str) -> list[str]:
     # In a submodule or worktree .git is a file; git resolves it from the folder that contains it.
-    command = ("sh", "-c", f'cd "${{3%/.git}}" || exit 1\n{_AUDIT}', "sh", base, str(MAX_OBJECTS), git)
+    command = ("sh", "-c", f'cd "${{3%/.git}}" || exit 1\n{_AUDIT}', "sh", base, str(MAX_OBJECTS), git, start)
     done = await execute(sandbox, command, cwd="/", seconds=_SECONDS)
     if not done.ok:
         raise SandboxError(f"the leak audit could not read the repository at {git}: {done.text.strip()[-300:]}")
@@ -226,7 +231,9 @@ _before: OrderedDict[str, Seen] = OrderedDict()
 
 
 async def audit_before_run(sandbox: Sandbox, task: Task, evaluator: Evaluator) -> list[str]:
-    """What in the prepared sandbox would give the answer away; each finding says what to do."""
+    """What in the prepared sandbox would give the answer away; each finding says what to do. What the evaluator conceals is
+    removed first."""
+    await conceal(sandbox, task, evaluator)
     await _remember(sandbox, task, evaluator)
     if task.metadata.get("leak_audit") is False:
         return []
@@ -241,7 +248,8 @@ async def audit_before_run(sandbox: Sandbox, task: Task, evaluator: Evaluator) -
             for path, secret in await find_copies(sandbox, known, _searched(task))
         ]
     base = evaluator.base if isinstance(evaluator, HasBaseCommit) else ""
-    problems += await audit_repositories(sandbox, task.environment.workdir, base)
+    start = START_REF if isinstance(evaluator, Conceals) and evaluator.concealed_history else ""
+    problems += await audit_repositories(sandbox, task.environment.workdir, base, start)
     return problems
 
 

@@ -26,6 +26,9 @@ from towline.evaluators.repository_changes import (
     diff_of_tree,
 )
 from towline.evaluators.sandbox_io import put_files, run_logged
+from towline.evaluators.swe import eval_script, expected_results, swebench_grading
+from towline.evaluators.swe.concealment import START_REF
+from towline.evaluators.swe.swebench_grading import SwebenchOptions
 from towline.sandboxes.base import CommandResult, Sandbox
 from towline.schema import File, LogFormat, Reward, Task
 from towline.schema.entities import InsidePath
@@ -46,6 +49,16 @@ class PatchOptions(EvaluatorOptions):
     """Patterns of paths that are dropped from the agent's change, besides the files of the verifier."""
     fail_to_pass: list[str] = Field(default_factory=list)
     pass_to_pass: list[str] = Field(default_factory=list)
+    expected: dict[str, str] = Field(default_factory=dict)
+    """R2E-Gym: the result of each test in pytest's summary (`PASSED`, `FAILED`, `ERROR`); 1 only if the summary is equal."""
+    command_applies_tests: bool = False
+    """The command applies `test_patch` itself (a published evaluation script); the patch then only names test files."""
+    swebench: SwebenchOptions | None = None
+    """Grade the log by the `swebench` package's own functions instead of `log_format`."""
+    conceal: Literal["", "beyond", "single"] = ""
+    """Before the agent starts, remove git history: what HEAD does not contain (`beyond`), or all of it (`single`)."""
+    withheld: list[InsidePath] = Field(default_factory=list)
+    """Paths of the image that only the evaluation sees: they are removed from the agent's sandbox."""
     log_format: LogFormat | None = None
     """The test runner that prints the results of the named tests; by default every known format is tried."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -63,9 +76,21 @@ class PatchEvaluator:
     def __init__(self, options: PatchOptions):
         self.options = options
         self.lowest = options.lowest
+        if options.swebench is not None:
+            swebench_grading.check(options.swebench)
 
     def leaks(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def concealed_history(self) -> str:
+        return self.options.conceal
+
+    def withheld(self) -> tuple[str, ...]:
+        return tuple(self.options.withheld)
+
+    def repository(self, task: Task) -> str:
+        return self.options.repository or task.environment.workdir
 
     @property
     def base(self) -> str:
@@ -77,29 +102,36 @@ class PatchEvaluator:
         return tuple(self.options.test_files)
 
     async def collect(self, sandbox: Sandbox, task: Task) -> EvalInputs:
-        repository = self.options.repository or task.environment.workdir
-        if self.options.base:
-            diff = await diff_by_git(sandbox, repository, self.options.base)
+        repository = self.repository(task)
+        start = START_REF if self.options.conceal else self.options.base
+        if start:
+            diff = await diff_by_git(sandbox, repository, start)
             if diff is not None:
                 return EvalInputs(patch=diff)
         return await eval_inputs.collect_inputs(sandbox, [repository])
 
     async def evaluate(self, context: EvalContext, outcome: RunOutcome, inputs: EvalInputs) -> Reward:
         options = self.options
-        repository = options.repository or context.task.environment.workdir
+        repository = self.repository(context.task)
         test_patch = options.test_patch.encode("utf-8", "surrogateescape")
         brought = [path for section in repository_changes.diff_sections(test_patch) for path in section.paths]
         prefix = f"{repository.rstrip('/')}/"
-        brought += [file.target.removeprefix(prefix) for file in options.files if file.target.startswith(prefix)]
+        placed = [*options.withheld, *(file.target for file in options.files)]
+        brought += [path.removeprefix(prefix) for path in placed if path.startswith(prefix)]
         is_test = TestFileMatcher(options.test_files, brought)
         change = await self._change(context, inputs, repository, is_test)
         await asyncio.to_thread((context.logs / "agent.patch").write_bytes, change.shown)
         if change.left_out:
             await asyncio.to_thread(_write, context.logs / "left-out.txt", change.left_out)
         async with context.sandbox() as sandbox:
-            if test_patch and (problem := await apply_diff(sandbox, repository, test_patch)):
+            if (
+                test_patch
+                and not options.command_applies_tests
+                and (problem := await apply_diff(sandbox, repository, test_patch))
+            ):
                 raise EvaluationError(f"test_patch cannot be applied to a clean repository: {problem}")
             if problem := await change.apply(sandbox, repository):
+                await self._check_start(context, repository)
                 await asyncio.to_thread(_write, context.logs / "not-applied.txt", [problem])
                 return Reward(value=self.lowest, components={"applied": 0.0}, evaluator=self.kind)
             await put_files(sandbox, options.files)
@@ -123,6 +155,17 @@ class PatchEvaluator:
                 return await diff_of_tree(sandbox, repository, inputs.archives[repository], is_test)
         return RepositoryChange.of_diff(inputs.patch, is_test)
 
+    async def _check_start(self, context: EvalContext, repository: str) -> None:
+        """Raise if a change measured from `base` cannot apply because the environment itself differs from `base`."""
+        if not self.options.base or self.options.conceal:
+            return
+        async with context.sandbox() as clean:
+            if await diff_by_git(clean, repository, self.options.base):
+                raise EvaluationError(
+                    f"the work tree of the environment differs from base {self.options.base[:12]}, so that changes do not "
+                    "apply: set `conceal`, which measures them from the tree that the agent starts with"
+                )
+
     def _score(self, done: CommandResult) -> Reward:
         options = self.options
         if done.timed_out:
@@ -131,14 +174,25 @@ class PatchEvaluator:
             return Reward(value=self.lowest, components={"applied": 1.0, "timed_out": 1.0}, evaluator=self.kind)
         if done.code in (126, 127):
             raise EvaluationError(f"the tests could not be run (exit code {done.code}): {done.text[-500:].strip()}")
+        if options.expected:
+            share = expected_results.share_as_expected(expected_results.summary_results(done.text), options.expected)
+            return Reward(
+                value=float(share == 1.0), components={"applied": 1.0, "as_expected": share}, evaluator=self.kind
+            )
+        if options.swebench is not None:
+            tests = (options.fail_to_pass, options.pass_to_pass)
+            solved, shares = swebench_grading.grade(options.swebench, done.text, done.code or 0, *tests)
+            return Reward(value=float(solved), components={"applied": 1.0, **shares}, evaluator=self.kind)
         if not options.fail_to_pass and not options.pass_to_pass:
             return Reward(value=float(done.code == 0), components={"applied": 1.0}, evaluator=self.kind)
-        log = testlogs.read_test_log(done.text, options.log_format, failed=done.code != 0)
-        log.check([*options.fail_to_pass, *options.pass_to_pass], options.log_format)
+        text, code = eval_script.test_output(done.text, done.code or 0)
+        log = testlogs.read_test_log(text, options.log_format, failed=code != 0)
+        named = [*options.fail_to_pass, *options.pass_to_pass]
+        log.check(named, options.log_format, code=code)
         found = log.results
         shares = {
             "fail_to_pass": testlogs.share(found, options.fail_to_pass),
-            "pass_to_pass": testlogs.share(found, options.pass_to_pass),
+            "pass_to_pass": testlogs.share(found, options.pass_to_pass, or_skipped=True),
         }
         solved = all(share == 1.0 for share in shares.values())
         return Reward(value=float(solved), components={"applied": 1.0, **shares}, evaluator=self.kind)

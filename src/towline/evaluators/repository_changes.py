@@ -266,6 +266,12 @@ _TAKE = (
 )
 
 
+_TREE = (
+    'set -e; index=$(mktemp); trap \'rm -f "$index"\' EXIT; export GIT_INDEX_FILE="$index"; rm -f "$index"; '
+    f"{_GIT} read-tree HEAD; {_GIT} add -A . >/dev/null; {_GIT} write-tree"
+)
+
+
 @dataclass(slots=True)
 class RepositoryChange:
     """An agent's change without tests: a diff, or files."""
@@ -317,13 +323,15 @@ async def diff_by_git(sandbox: Sandbox, repository: str, base: str) -> bytes | N
 
 async def diff_of_tree(sandbox: Sandbox, repository: str, archive: bytes, is_test: TestFileMatcher) -> RepositoryChange:
     """The agent's tree compared with the clean one in `sandbox`, which cannot be used afterwards."""
+    # The work tree of a clean environment may differ from its HEAD: only what the agent changed is its change.
+    start = await execute(sandbox, ("sh", "-c", _TREE), env=_ENV, cwd=repository, seconds=_SECONDS)
     before = await sandbox.get(repository)
     own, _ = await asyncio.to_thread(sanitize_archive, archive, repository, _not_git)
     if any(name.partition("/")[2].startswith(".git/") for name in archives.member_names(before)):
         git, _ = await asyncio.to_thread(sanitize_archive, before, repository, lambda name: not _not_git(name))
         await replace_path(sandbox, repository, git)
         await sandbox.put(own, repository.rstrip("/").rpartition("/")[0] or "/")
-        diff = await diff_by_git(sandbox, repository, "HEAD")
+        diff = await diff_by_git(sandbox, repository, start.stdout.decode().strip() if start.ok else "HEAD")
         if diff is not None:
             return RepositoryChange.of_diff(diff, is_test)
     return await asyncio.to_thread(_compared, before, own, is_test)

@@ -63,12 +63,15 @@ class TestLog:
         """Whether the log has a result for the test."""
         return bool(_matching(self.results, test))
 
-    def check(self, tests: Iterable[str], log_format: LogFormat | None = None) -> None:
-        """Raise `EvaluationError` if the log has no result for one of the tests, and no build failure that explains it."""
+    def check(self, tests: Iterable[str], log_format: LogFormat | None = None, *, code: int = 0) -> None:
+        """Raise `EvaluationError` if the log has no result for one of the tests, and no build failure that explains it; or
+        if the runner exited with a failure and the log names none, so that it does not describe what happened."""
         if self.unbuilt:
             return
         missing = [test for test in tests if not self.names(test)]
         if not missing:
+            if code and CaseResult.FAILED not in self.results.values():
+                raise EvaluationError(f"the tests exited with code {code}, but their log names no test that failed")
             return
         named = ", ".join(map(repr, missing[:_NAMED])) + (
             f" and {len(missing) - _NAMED} more" if missing[_NAMED:] else ""
@@ -102,15 +105,17 @@ def read_test_log(output: str, log_format: LogFormat | None = None, *, failed: b
     return log
 
 
-def passed(found: dict[str, CaseResult], name: str) -> bool:
+def passed(found: dict[str, CaseResult], name: str, *, or_skipped: bool = False) -> bool:
     """Whether a test passed. Published lists truncate names in a test's parameters; then all matches must have passed."""
     outcomes = _matching(found, name)
-    return bool(outcomes) and all(outcome is CaseResult.PASSED for outcome in outcomes)
+    fine = (CaseResult.PASSED, CaseResult.SKIPPED) if or_skipped else (CaseResult.PASSED,)
+    return bool(outcomes) and all(outcome in fine for outcome in outcomes)
 
 
-def share(found: dict[str, CaseResult], names: Iterable[str]) -> float:
-    """The share of the named tests that passed; 1 if none is named."""
-    outcomes = [passed(found, name) for name in names]
+def share(found: dict[str, CaseResult], names: Iterable[str], *, or_skipped: bool = False) -> float:
+    """The share of the named tests that passed; 1 if none is named. `or_skipped`: a skipped test counts as passed, as
+    SWE-bench has it for tests that passed before."""
+    outcomes = [passed(found, name, or_skipped=or_skipped) for name in names]
     return sum(outcomes) / len(outcomes) if outcomes else 1.0
 
 

@@ -6,7 +6,8 @@ folder contains Harbor tasks and JSONL files, one level down. Every error names 
 | fields of a row | kind | scored by |
 |---|---|---|
 | `task_id`, `instruction` | Towline's own `Task` | its `evaluator` |
-| `instance_id`, `base_commit`, `problem_statement` | SWE-bench, SWE-Gym | `patch` |
+| `instance_id`, `base_commit`, `problem_statement` | SWE-bench, SWE-Gym, SWE-rebench | `patch` |
+| the fields of SWE-smith, R2E-Gym or Multi-SWE (`swe_layouts.py`) | the same | `patch` |
 | `responses_create_params` | NeMo Gym | `answer` if there is an `expected_answer` |
 | `prompt`, `tests` | coding | the tests, in a clean sandbox |
 | `prompt`, `problem` or `question`, with `answer` | math and STEM | `answer` |
@@ -26,7 +27,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from towline.schema import Task
-from towline.tasks import coding, harbor, swebench
+from towline.tasks import coding, harbor, swe_layouts
 from towline.tasks.fields import SourceLocation, TaskDefaults, TaskError, instruction_text
 
 NEMO_GYM_FIELD = "responses_create_params"
@@ -80,6 +81,7 @@ def task_of(row: Row, location: SourceLocation, defaults: TaskDefaults) -> Task:
     if "instruction" in row:
         return _task(dict(row), location, defaults)
     read = _reader(row, location)
+    row = swe_layouts.own_fields(row)
     made = read(row, location)
     made.setdefault("task_id", _identity(row, location))
     made["metadata"] = _about(row) | made.get("metadata", {})
@@ -117,10 +119,12 @@ def _task(values: Row, location: SourceLocation, defaults: TaskDefaults) -> Task
 
 
 def _reader(row: Row, location: SourceLocation) -> Callable[[Row, SourceLocation], Row]:
-    if "responses_create_params" in row:
-        return read_nemo_gym_row
-    if {"instance_id", "base_commit"} <= row.keys():
-        return swebench.read_swebench_row
+    if NEMO_GYM_FIELD in row:
+        return (
+            swe_layouts.read_nemo_gym_swe_row if swe_layouts.is_nemo_gym_swe(row[NEMO_GYM_FIELD]) else read_nemo_gym_row
+        )
+    if (software := swe_layouts.reader_of(row)) is not None:
+        return software
     if "tests" in row:
         return coding.read_coding_row
     if any(name in row for name in QUESTION):

@@ -26,7 +26,8 @@ def oracle_task(task: Task) -> Task:
         files, commands, env = _harbor(task)
     elif task.metadata.get("solution_patch"):
         files = [File(target=f"{SOLUTION_PATH}/solution.patch", text=str(task.metadata["solution_patch"]))]
-        commands, env = [f"git apply {SOLUTION_PATH}/solution.patch"], {}
+        reverse = "-R " if task.metadata.get("solution_reversed") else ""
+        commands, env = [f"git apply {reverse}{SOLUTION_PATH}/solution.patch"], {}
     else:
         raise TaskError(f"task {task.task_id} has no solution: only Harbor folders and SWE-bench rows have one")
     environment = task.environment.model_copy(
