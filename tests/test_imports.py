@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster.launch": {"common", "config", "errors"},
     "server": {"cluster", "common", "config", "engines", "errors", "runs", "schema"},
     # What a trainer sees
-    "client": {"errors", "schema"},
+    "client": {"common", "errors", "schema"},
     "trainers": {"client", "common", "errors", "schema"},
     "trainers.grpo.learner": {"common", "engines", "schema"},
     # Proofs, figures and a first look

@@ -426,11 +426,12 @@ async def test_callbacks(database: str, tmp_path: Path) -> None:
     await listener.start()
     port = runner.addresses[0][1]
     try:
-        async with rig(tmp_path, database) as r:
+        hosts = [f"127.0.0.1:{port}"]
+        async with rig(tmp_path, database, callback_hosts=hosts) as r:
             await r.caller.submit(task("a", 2, callback=f"http://127.0.0.1:{port}/hook"))
             (group,) = await r.caller.take(1, unit="group")
             await asyncio.wait_for(twice.wait(), 30)
-        async with rig(tmp_path, database) as r:
+        async with rig(tmp_path, database, callback_hosts=hosts) as r:
             await asyncio.wait_for(thrice.wait(), 30)
         assert told == [told[0]] * 3
         assert (told[0]["result_id"], told[0]["task_id"], told[0]["usable"]) == (group.result_id, "a", True)

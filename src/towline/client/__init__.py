@@ -1,7 +1,8 @@
 """The client of the service: submit tasks, lease results with their tokens, acknowledge them, update the policy.
 
 `Client` blocks and can be shared by threads; `AsyncClient` is the same for asyncio. Every call is idempotent, and is
-retried with growing pauses while the service is down or full. Only `errors` and `schema` of Towline are imported here.
+retried with growing pauses while the service is down or full. Only `common`, `errors` and
+`schema` of Towline are imported here.
 """
 
 from towline.client.async_client import AsyncClient

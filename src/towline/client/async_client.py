@@ -43,9 +43,15 @@ class AsyncClient:
     """A rollout service, seen from a trainer that runs on asyncio. Every method is that of `Client`."""
 
     def __init__(
-        self, url: str | None = None, key: str | None = None, *, timeout: float = 60.0, patience: float = 300.0
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        timeout: float = 60.0,
+        patience: float = 300.0,
+        ca: str | Path | None = None,
     ):
-        self._connection = ServiceConnection(url, key, timeout, patience)
+        self._connection = ServiceConnection(url, key, timeout, patience, ca)
         self._http = httpx.AsyncClient(**self._connection.options())
 
     @property
@@ -296,7 +302,7 @@ class AsyncClient:
         while True:
             lines, pause = EventParser(), 0.0
             try:
-                async with self._http.stream("GET", "/v1/events", **connection.event_request(after)) as response:
+                async with self._http.stream(**connection.event_request(after)) as response:
                     if not response.is_success:
                         await response.aread()
                         pause = connection.retry_pause(response, backoff)
@@ -324,5 +330,5 @@ class AsyncClient:
                     if len(response.content) < _LARGE:
                         return call.read(response.content)
                     return await asyncio.to_thread(call.read, response.content)
-                pause = connection.retry_pause(response, backoff)
+                pause = connection.retry_pause(response, backoff, call)
             await asyncio.sleep(pause)

@@ -71,6 +71,8 @@ class ApiCall(Generic[T]):
     """Seconds that the service may wait on purpose, in addition to the timeout."""
     also: frozenset[int] = frozenset()
     """Statuses besides 2xx that are not errors."""
+    older: ApiCall[T] | None = None
+    """The same call for a service that answers this one with 405, as older versions do."""
 
 
 # Tasks
@@ -188,19 +190,22 @@ def lease(
     prefix: str | None,
     groups_per_update: int | None,
 ) -> ApiCall[Results]:
-    params = _given(
-        consumer=consumer,
-        unit=Unit(unit).value,
-        max=max,
-        wait=f"{wait:g}",
-        lease=None if lease is None else f"{lease:g}",
-        start=Start(start).value,
-        max_staleness=max_staleness,
-        stale=Stale(stale).value if max_staleness is not None else None,
-        prefix=prefix,
-        groups_per_update=groups_per_update,
-    )
-    return ApiCall("GET", "/v1/results", _reads(Results), params=params, waits=wait)
+    given = {
+        "consumer": consumer,
+        "unit": Unit(unit).value,
+        "max": max,
+        "wait": wait,
+        "lease": lease,
+        "start": Start(start).value,
+        "max_staleness": max_staleness,
+        "stale": Stale(stale).value if max_staleness is not None else None,
+        "prefix": prefix,
+        "groups_per_update": groups_per_update,
+    }
+    body = {name: value for name, value in given.items() if value is not None}
+    params = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in body.items()}
+    older = ApiCall("GET", "/v1/results", _reads(Results), params=params, waits=wait)
+    return ApiCall("POST", "/v1/results", _reads(Results), body=dump_json(body), waits=wait, older=older)
 
 
 def ack(consumer: str, result_ids: Sequence[str], unusable: Sequence[str] = ()) -> ApiCall[Acked]:

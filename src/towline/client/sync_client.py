@@ -42,14 +42,21 @@ T = TypeVar("T")
 class Client:
     """A client of the rollout service.
 
-    `url` and `key` default to `TOWLINE_URL` and `TOWLINE_KEY`. `timeout`: seconds for one response; `patience`: seconds for
-    which a call is retried while the service is down or full.
+    `url` and `key` default to `TOWLINE_URL` and `TOWLINE_KEY`; the key of a service of the same user on this machine is
+    found. `timeout`: seconds for one response; `patience`: seconds for which a call is retried while the service is down or
+    full. `ca`: file with the certificates to trust for https, default `TOWLINE_CA`.
     """
 
     def __init__(
-        self, url: str | None = None, key: str | None = None, *, timeout: float = 60.0, patience: float = 300.0
+        self,
+        url: str | None = None,
+        key: str | None = None,
+        *,
+        timeout: float = 60.0,
+        patience: float = 300.0,
+        ca: str | Path | None = None,
     ):
-        self._connection = ServiceConnection(url, key, timeout, patience)
+        self._connection = ServiceConnection(url, key, timeout, patience, ca)
         self._making = threading.Lock()
         self._http: httpx.Client | None = None
         self._owner = 0
@@ -303,7 +310,7 @@ class Client:
         while True:
             lines, pause = EventParser(), 0.0
             try:
-                with self._client().stream("GET", "/v1/events", **connection.event_request(after)) as response:
+                with self._client().stream(**connection.event_request(after)) as response:
                     if not response.is_success:
                         response.read()
                         pause = connection.retry_pause(response, backoff)
@@ -329,7 +336,7 @@ class Client:
             else:
                 if connection.is_answer(call, response):
                     return call.read(response.content)
-                pause = connection.retry_pause(response, backoff)
+                pause = connection.retry_pause(response, backoff, call)
             time.sleep(pause)
 
     def _client(self) -> httpx.Client:

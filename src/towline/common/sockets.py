@@ -1,7 +1,8 @@
-"""Listening TCP sockets."""
+"""Listening TCP sockets, and which addresses are loopback."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from towline.errors import ConfigError
@@ -26,7 +27,17 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket, host: str) -> str:
-    """The HTTP URL of a listening socket, under the name `host`."""
+def url_of(listener: socket.socket, host: str, *, tls: bool = False) -> str:
+    """The HTTP or HTTPS URL of a listening socket, under the name `host`."""
     shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{listener.getsockname()[1]}"
+    return f"{'https' if tls else 'http'}://{shown}:{listener.getsockname()[1]}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the name or address is loopback."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

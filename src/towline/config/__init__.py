@@ -20,8 +20,9 @@ from pydantic_settings import (
 )
 
 from towline.config.cluster import ClusterSettings
+from towline.config.http import HttpLimits
 from towline.config.images import ImageSettings
-from towline.config.section import Section
+from towline.config.section import MAX_BODY_BYTES, MAX_BYTES, MAX_COUNT, MAX_SECONDS, MAX_TOKENS, Section
 from towline.config.sources import PREFIX, EnvironmentSource, describe, without_none
 from towline.errors import ConfigError
 from towline.schema import BuilderName, ContextPolicy, Resources, SandboxKind, TurnRole
@@ -34,12 +35,12 @@ STALL_SECONDS = 120.0
 class Limits(Section):
     """Limits of one session. `None`: no limit."""
 
-    turns: int | None = Field(None, ge=1)
-    sampled_tokens: int | None = Field(None, ge=1)
+    turns: int | None = Field(None, ge=1, le=MAX_COUNT)
+    sampled_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     """Checked when a turn starts; the turn may use what is left, so concurrent turns can exceed the limit together."""
-    context: int | None = Field(None, ge=1)
+    context: int | None = Field(None, ge=1, le=MAX_TOKENS)
     """Longest prompt plus reply in tokens; never more than the engine's own."""
-    seconds: float | None = Field(None, gt=0)
+    seconds: float | None = Field(None, gt=0, le=MAX_SECONDS)
     """Wall clock since the session was created, not counting time in which its engine was paused or down."""
 
 
@@ -53,8 +54,8 @@ class SamplingSettings(Section):
     mode: Literal["fixed", "harness"] = "fixed"
     temperature: float = Field(1.0, ge=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    max_tokens: int = Field(4096, ge=1)
+    top_k: int = Field(0, ge=0, le=MAX_COUNT)
+    max_tokens: int = Field(4096, ge=1, le=MAX_TOKENS)
     """Longest turn; a harness may request less."""
 
 
@@ -146,14 +147,14 @@ class GatewaySettings(Section):
     """URL under which harnesses reach the provider routes. Default: host and port."""
     data: Path = Path("towline-data")
     journal: Literal["group", "os", "none"] = "group"
-    body_bytes: int = Field(64 * 1024 * 1024, ge=1024)
-    ping_seconds: float = Field(5.0, gt=0)
+    body_bytes: int = Field(64 * 1024 * 1024, ge=1024, le=MAX_BODY_BYTES)
+    ping_seconds: float = Field(5.0, gt=0, le=MAX_SECONDS)
     """Interval of keep-alive pings on a stream that waits for its turn."""
-    orphan_seconds: float = Field(30.0, ge=0)
+    orphan_seconds: float = Field(30.0, ge=0, le=MAX_SECONDS)
     """How long a turn continues after its client disconnected, so that a retry can pick it up."""
-    drain_seconds: float = Field(3.0, ge=0)
+    drain_seconds: float = Field(3.0, ge=0, le=MAX_SECONDS)
     """How long turns in flight may continue when the gateway shuts down."""
-    sessions: int = Field(10_000, ge=1)
+    sessions: int = Field(10_000, ge=1, le=1_000_000)
     """Maximum number of open sessions at once."""
 
 
@@ -187,15 +188,15 @@ class EngineSettings(Section):
     """Model name at those servers."""
     key_variable: str = "TOWLINE_UPSTREAM_KEY"
     """Environment variable that holds the API key of the servers; the key itself is never a setting."""
-    stall_seconds: float = Field(STALL_SECONDS, gt=0)
+    stall_seconds: float = Field(STALL_SECONDS, gt=0, le=MAX_SECONDS)
     """A turn fails if the engine produces no token for this long. Pauses and waiting for a free replica do not count; time
     in the engine's own queue does."""
-    seed: int | None = None
-    threads: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    threads: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Threads of an in-process engine. Default: 1 with llama.cpp, torch's own default with `embedded`."""
-    max_batch: int | None = Field(None, ge=1)
+    max_batch: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Concurrent turns in an in-process engine. Default: 4 with llama.cpp, 16 with `embedded`."""
-    context: int | None = Field(None, ge=16)
+    context: int | None = Field(None, ge=16, le=MAX_TOKENS)
     """Context length of an in-process engine. Default: the model's; with llama.cpp at most 8192."""
 
     @field_validator("urls", mode="before")
@@ -214,14 +215,14 @@ class NamedEngine(Section):
 class StageSeconds(Section):
     """Default budget of each stage of a session."""
 
-    prepare: float = Field(3600.0, gt=0)
+    prepare: float = Field(3600.0, gt=0, le=MAX_SECONDS)
     """Installs, images and root file systems: once per environment."""
-    start: float = Field(300.0, gt=0)
+    start: float = Field(300.0, gt=0, le=MAX_SECONDS)
     """Creating one sandbox, counted from when `node.start_limit` admits it. Waiting for that is charged to no stage."""
-    init: float = Field(300.0, gt=0)
-    run: float = Field(1800.0, gt=0)
-    build: float = Field(300.0, gt=0)
-    evaluate: float = Field(600.0, gt=0)
+    init: float = Field(300.0, gt=0, le=MAX_SECONDS)
+    run: float = Field(1800.0, gt=0, le=MAX_SECONDS)
+    build: float = Field(300.0, gt=0, le=MAX_SECONDS)
+    evaluate: float = Field(600.0, gt=0, le=MAX_SECONDS)
 
 
 class NodeSettings(Section):
@@ -229,35 +230,35 @@ class NodeSettings(Section):
 
     sandbox: SandboxKind = SandboxKind.BUBBLEWRAP
     """Default sandbox for environments that set none."""
-    init_workers: int = Field(4, ge=1)
-    run_workers: int = Field(16, ge=1)
-    build_workers: int = Field(2, ge=1)
-    evaluate_workers: int = Field(4, ge=1)
+    init_workers: int = Field(4, ge=1, le=100_000)
+    run_workers: int = Field(16, ge=1, le=100_000)
+    build_workers: int = Field(2, ge=1, le=100_000)
+    evaluate_workers: int = Field(4, ge=1, le=100_000)
     """Worker slots per stage."""
-    start_limit: int | None = Field(None, ge=1)
+    start_limit: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Most sandboxes that are being created at once, for sessions, the warm pool and evaluations together. Default: twice
     the CPUs, at least 2. The worker slots and `ahead` limit how many run."""
-    ahead: int = Field(4, ge=0)
+    ahead: int = Field(4, ge=0, le=MAX_COUNT)
     """Sessions that are prepared before a run slot is free."""
-    warm: int = Field(2, ge=0)
+    warm: int = Field(2, ge=0, le=MAX_COUNT)
     """Warm sandboxes per environment."""
     seconds: StageSeconds = StageSeconds()
-    hold_seconds: float = Field(600.0, gt=0)
+    hold_seconds: float = Field(600.0, gt=0, le=MAX_SECONDS)
     """How long sessions wait for an engine or sandbox runtime that is down; then they fail with its reason."""
-    looping: int = Field(10, ge=0)
+    looping: int = Field(10, ge=0, le=MAX_COUNT)
     """A session that repeats the same call with the same result this often in a row ends as `looping`; 0: never."""
     resources: Resources = Resources()
     """Default limits of a sandbox."""
-    log_bytes: int = Field(16 * 1024 * 1024, ge=1024)
+    log_bytes: int = Field(16 * 1024 * 1024, ge=1024, le=MAX_BYTES)
     """Maximum number of bytes of a harness log that are kept."""
-    artifact_bytes: int = Field(64 * 1024 * 1024, ge=1024)
+    artifact_bytes: int = Field(64 * 1024 * 1024, ge=1024, le=MAX_BYTES)
     """Maximum number of bytes that are kept per artifact."""
     bases: dict[str, str] = Field(default_factory=dict)
     """Local root file system to use for an image name: `{"python:3.*": "roots/python.tar"}`. `images.base` says what all
     other images are."""
     cache: Path | None = None
     """Folder of installs and root file systems, shared by all sessions. Default: the user's cache folder."""
-    cache_bytes: int = Field(20 * 1024**3, ge=1024**2)
+    cache_bytes: int = Field(20 * 1024**3, ge=1024**2, le=MAX_BYTES)
     """Maximum number of bytes of root file systems in the cache."""
 
 
@@ -265,7 +266,18 @@ class ServerSettings(Section):
     """The rollout service."""
 
     host: str = "127.0.0.1"
-    """Any address but loopback needs an API key first."""
+    """Bind address. Any but loopback needs `auth`, and should have TLS."""
+    auth: bool = True
+    """Whether requests need an API key. The first start writes one to `admin.key` in `data`. Only a service on a loopback
+    address may do without: then every program and user of the machine has full access."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which clients may address the service, besides loopback, `host`, the address that they connect to and
+    the machine's own name: `name`, `*.name`, or `*` for any."""
+    tls_cert: Path | None = None
+    """Certificate chain (PEM). With `tls_key`: the service speaks HTTPS only."""
+    tls_key: Path | None = None
+    """Private key (PEM) of the certificate; not encrypted."""
+    http: HttpLimits = HttpLimits()
     port: int = Field(8600, ge=0, le=65535)
     data: Path = Path("towline-data")
     database: str | None = None
@@ -275,34 +287,40 @@ class ServerSettings(Section):
     """Where trajectories are stored: a folder or an fsspec URL. Default: a folder in `data`."""
     nodes: int = Field(1, ge=1, le=256)
     """Node hosts that the server starts as child processes on this machine; the limits of `node` are per host."""
-    lost_seconds: float = Field(60.0, gt=0)
+    lost_seconds: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """How long a node may be unreachable; then its sessions are given up and run on other nodes."""
     queue: int = Field(100_000, ge=1, le=10_000_000)
     """Maximum number of waiting sessions; further tasks are rejected until there is room."""
-    lease_seconds: float = Field(300.0, gt=0)
+    lease_seconds: float = Field(300.0, gt=0, le=7 * 86_400)
     """Default duration of a lease."""
-    wait_seconds: float = Field(60.0, ge=0)
+    wait_seconds: float = Field(60.0, ge=0, le=86_400)
     """Longest time that a call for results waits for the first one."""
-    keep_seconds: float = Field(7 * 86_400.0, ge=0)
+    keep_seconds: float = Field(7 * 86_400.0, ge=0, le=MAX_SECONDS)
     """How long results are kept at least after their task ended; longer while a live consumer has not acknowledged them."""
-    silent_seconds: float = Field(3 * 86_400.0, gt=0)
+    silent_seconds: float = Field(3 * 86_400.0, gt=0, le=MAX_SECONDS)
     """A consumer that was silent for this long no longer keeps results from being removed."""
-    pacing_seconds: float = Field(900.0, gt=0)
+    pacing_seconds: float = Field(900.0, gt=0, le=MAX_SECONDS)
     """A consumer that was silent for this long and holds no lease no longer paces sessions."""
-    events: int = Field(100_000, ge=100)
+    events: int = Field(100_000, ge=100, le=MAX_COUNT)
     """How many events are kept for clients that reconnect."""
-    body_bytes: int = Field(64 * 1024 * 1024, ge=1024)
-    stop_seconds: float = Field(10.0, ge=0)
+    body_bytes: int = Field(64 * 1024 * 1024, ge=1024, le=MAX_BODY_BYTES)
+    stop_seconds: float = Field(10.0, ge=0, le=MAX_SECONDS)
     """How long sessions may continue on shutdown; then their turns are saved, and they are retried after a restart."""
-    callback_hosts: tuple[str, ...] = ("127.0.0.1", "localhost", "::1")
-    """Hosts (`name` or `name:port`) that a task's callback may use."""
-    callback_tries: int = Field(8, ge=1)
-    quarantine_deaths: int = Field(3, ge=0)
+    callback_hosts: tuple[str, ...] = ()
+    """Where a task's callback may go: `name:port`, `name` (port 80 or 443, by scheme) or `name:*` (any port)."""
+    callback_tries: int = Field(8, ge=1, le=1000)
+    quarantine_deaths: int = Field(3, ge=0, le=MAX_COUNT)
     """Node deaths after which a sample that was running at each of them is a suspect; 0: never. Suspects run without other
     sessions, and one that kills its node while running alone is quarantined: FAILED, with no retry."""
     trust_submitters: bool = False
     """Whether keys with role `submit` may use the server's machine in their tasks: its files, the process sandbox, an open
     network, modules to import. Admin keys always may."""
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: set both, or neither")
+        return self
 
 
 LogOutput = Literal["text", "json"]

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from towline.config.section import Section
+from towline.config.section import MAX_COUNT, MAX_SECONDS, Section
 
 ClusterKind = Literal["local", "ray", "slurm", "kubernetes"]
 
@@ -46,11 +46,11 @@ class SlurmSettings(Section):
     partition: SlurmName = ""
     account: SlurmName = ""
     qos: SlurmName = ""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1, le=MAX_COUNT)
     """Nodes that run sessions; the server is on the first one."""
-    cpus_per_task: int | None = Field(None, ge=1)
+    cpus_per_task: int | None = Field(None, ge=1, le=MAX_COUNT)
     """CPUs per node. Default: what the partition gives."""
-    gpus: int = Field(0, ge=0)
+    gpus: int = Field(0, ge=0, le=MAX_COUNT)
     """GPUs per node of the nodes that run sessions. Model servers have their own: `cluster.engine.gpus`."""
     memory: Annotated[str, StringConstraints(pattern=r"^([0-9]+[KMGT]?)?$")] = ""
     """Memory per node, `64G`. Default: what the partition gives."""
@@ -76,7 +76,7 @@ class KubernetesSettings(Section):
     image: Line = ""
     """Image with Towline, Ray and bubblewrap."""
     namespace: DnsName = "default"
-    replicas: int = Field(2, ge=1)
+    replicas: int = Field(2, ge=1, le=MAX_COUNT)
     """Ray worker pods; each runs sessions."""
     cpus: Quantity = "4"
     memory: Quantity = "16Gi"
@@ -108,11 +108,11 @@ class LaunchedEngine(Section):
     """Model that the servers load: a folder, or a name that they download. Default: `model.folder`."""
     arguments: tuple[Line, ...] = ()
     """Further arguments: `["--tensor-parallel-size", "4"]`."""
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1, le=MAX_COUNT)
     port: int = Field(8000, ge=1, le=65535)
-    gpus: int = Field(1, ge=0)
+    gpus: int = Field(1, ge=0, le=MAX_COUNT)
     """GPUs per replica."""
-    cpus_per_task: int | None = Field(None, ge=1)
+    cpus_per_task: int | None = Field(None, ge=1, le=MAX_COUNT)
     """CPUs per replica. Default: what the partition gives; with Kubernetes 8."""
     memory: Quantity | None = None
     """Memory per replica. Default: what the partition gives; with Kubernetes 64Gi."""
@@ -125,7 +125,7 @@ class LaunchedEngine(Section):
 class RaySettings(Section):
     """Node hosts in a Ray cluster: one on every node that suits."""
 
-    resources: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: {"CPU": 1.0})
+    resources: dict[str, Annotated[float, Field(ge=0, le=MAX_COUNT)]] = Field(default_factory=lambda: {"CPU": 1.0})
     """Ray resources that each host reserves: `{"CPU": 8, "sandboxes": 1}`. Nodes without them run no sessions."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Only nodes with these labels (`ray start --labels`) run sessions."""
@@ -135,7 +135,7 @@ class RaySettings(Section):
     """Ray namespace of the named actors."""
     data: Line = ""
     """Folder on each node with the data of its host, relative to `towline/hosts` in the user's cache folder."""
-    orphan_seconds: float = Field(3600.0, gt=0)
+    orphan_seconds: float = Field(3600.0, gt=0, le=MAX_SECONDS)
     """How long hosts run on without a server, which finds them when it is started again."""
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from towline.config.section import Section
+from towline.config.section import MAX_BYTES, Section
 from towline.schema import ImageBase
 
 
@@ -24,5 +24,5 @@ class ImageSettings(Section):
     """Registries (`host:port`) that may be asked over plain HTTP or with an unknown certificate."""
     mirrors: dict[str, str] = Field(default_factory=dict)
     """A mirror to ask before a registry: `{"docker.io": "mirror.example:5000"}`."""
-    store_bytes: int = Field(20 * 1024**3, ge=1024**2)
+    store_bytes: int = Field(20 * 1024**3, ge=1024**2, le=MAX_BYTES)
     """Maximum number of bytes of pulled images and build layers; finished roots count against `node.cache_bytes`."""

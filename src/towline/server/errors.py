@@ -48,6 +48,18 @@ class ResourceConflict(RequestError):
     status = 409
 
 
+class BodyTooLarge(RequestError):
+    """The body has more bytes than its path takes."""
+
+    status = 413
+
+
+class TooManyGuesses(RequestError):
+    """The client's address sent too many unknown keys; waiting helps."""
+
+    status = 429
+
+
 class QueueFull(RequestError):
     """The queue has no room; retrying later helps."""
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -15,10 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from towline.cluster.runner import NodeNotFound, Runner
 from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
+from towline.common.private_files import private_folder
 from towline.config import ServerSettings
 from towline.errors import StoreError
 from towline.schema import Accepted, Acked, Results, SlowSession, Task, TaskStatus, Unit
-from towline.server.api.auth import Caller, KeyStore, is_loopback
+from towline.server.api.auth import Caller, KeyStore
 from towline.server.delivery.callbacks import Callbacks
 from towline.server.delivery.leases import LeaseManager, LeaseRequest
 from towline.server.delivery.trajectories import flag_damaged
@@ -55,7 +55,7 @@ class Service:
         self.metrics = ServerMetrics()
         self.store = store or Store(database_url(settings.database, settings.data))
         self.segments = Segments(settings.segments or settings.data / "segments")
-        self.keys = KeyStore(self.store, needed=not is_loopback(settings.host))
+        self.keys = KeyStore(self.store, needed=settings.auth)
         self.leases = LeaseManager(self.store)
         # A new version can make results available to paced consumers.
         self.policy = PolicyController(self.store, runner, self.signals.work, self.signals.results)
@@ -82,7 +82,13 @@ class Service:
         runner.watch_sessions(self.scheduler.stages.changed)
         runner.watch_engines(self.metrics.engine_failed)
         runner.watch_room(self.signals.work.notify)
-        self.callbacks = Callbacks(self.store, self.signals.callbacks, self.metrics, tries=settings.callback_tries)
+        self.callbacks = Callbacks(
+            self.store,
+            self.signals.callbacks,
+            self.metrics,
+            tries=settings.callback_tries,
+            hosts=settings.callback_hosts,
+        )
         self.problems: list[str] = []
         """What the probe found at the start; the circuit breakers have the current state."""
         self.unreadable = Outage("the trajectory storage")
@@ -93,7 +99,7 @@ class Service:
 
     async def open(self) -> None:
         """Take over the store, end what an earlier server left running, and start."""
-        self.settings.data.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(private_folder, self.settings.data)
         await self.store.open()
         try:
             async with self.store.write() as tx:
@@ -314,7 +320,7 @@ class Service:
 
 async def open_store(settings: ServerSettings) -> Store:
     """The store of a service that need not be running, to manage its keys."""
-    await asyncio.to_thread(Path.mkdir, settings.data, parents=True, exist_ok=True)
+    await asyncio.to_thread(private_folder, settings.data)
     store = Store(database_url(settings.database, settings.data))
     await store.open(serving=False)
     return store

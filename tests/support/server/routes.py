@@ -16,6 +16,7 @@ ROUTES: list[tuple[str, str, Any, set[str]]] = [
     ("GET", "/v1/sessions/{session_id}/trajectory", None, {C, A}),
     ("POST", "/v1/trajectories", {"session_ids": []}, {C, A}),
     ("GET", "/v1/results", None, {C, A}),
+    ("POST", "/v1/results", {"consumer": "c"}, {C, A}),
     ("POST", "/v1/results/release", {"consumer": "c"}, {C, A}),
     ("POST", "/v1/results/ack", {"consumer": "c", "result_ids": []}, {C, A}),
     ("GET", "/v1/events", None, {S, C, A}),

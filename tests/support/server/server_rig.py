@@ -1,4 +1,4 @@
-"""A service with the fake runner, and an HTTP caller."""
+"""A service with the fake runner, and an HTTP caller with its admin key."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Caller:
         return await self.ok("POST", "/v1/tasks", list(tasks))  # type: ignore[no-any-return]
 
     async def lease(self, consumer: str = "c", unit: str = "session", **query: Any) -> list[Result]:
-        found = await self.ok("GET", "/v1/results", consumer=consumer, unit=unit, **{"wait": 5, **query})
+        found = await self.ok("POST", "/v1/results", {"consumer": consumer, "unit": unit, "wait": 5, **query})
         return [Result.model_validate(one) for one in found["results"]]
 
     async def take(self, count: int, consumer: str = "c", unit: str = "session", **query: Any) -> list[Result]:
@@ -135,6 +135,12 @@ async def until_waiting(signal: Signal, waiting: bool = True) -> None:
     raise AssertionError(f"the signal {'is not' if waiting else 'is still'} waited for")
 
 
+def admin_key(data: Path) -> str:
+    """The key that the first start on a data folder has made; empty if there is none."""
+    path = data / "admin.key"
+    return path.read_text().strip() if path.exists() else ""
+
+
 @contextlib.asynccontextmanager
 async def rig(
     data: Path, database: str | None = None, runner: FakeRunner | None = None, **settings: Any
@@ -145,4 +151,4 @@ async def rig(
         serving(ServerSettings.model_validate(values), runner) as running,
         aiohttp.ClientSession(running.url, timeout=aiohttp.ClientTimeout(total=60)) as web,
     ):
-        yield Rig(running.service, runner, Caller(web), running.url)
+        yield Rig(running.service, runner, Caller(web, admin_key(data)), running.url)

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from towline.cli import engines, options, terminal
 from towline.cli.serve.hosts import host_provider
-from towline.config import Settings
+from towline.common.sockets import is_loopback
+from towline.config import ServerSettings, Settings
 from towline.schema import DEFAULT_TENANT, Role
 
 if TYPE_CHECKING:
@@ -35,10 +36,17 @@ Data = Annotated[Path | None, typer.Option(help="Data folder (database, trajecto
 def serve(
     context: typer.Context,
     host: Annotated[
-        str | None, typer.Option(help="Bind address; a non-loopback address needs an API key. Default: 127.0.0.1.")
+        str | None, typer.Option(help="Bind address; use TLS for any but loopback. Default: 127.0.0.1.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 picks a free one. Default: 8600.")] = None,
     data: Data = None,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Serve without keys; on loopback only. Default: requests need a key.")
+    ] = False,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate chain (PEM): serve HTTPS. Default: plain HTTP.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key (PEM) of --tls-cert. Default: none.")] = None,
     model: options.ModelFolder = None,
     engine: options.EngineName = None,
     upstream: options.Upstream = None,
@@ -70,7 +78,15 @@ def serve(
     console = terminal.console(as_json)
     settings = Settings.load(
         config,
-        server={"host": host, "port": port, "data": data, "nodes": nodes},
+        server={
+            "host": host,
+            "port": port,
+            "data": data,
+            "nodes": nodes,
+            "auth": False if no_auth else None,
+            "tls_cert": tls_cert,
+            "tls_key": tls_key,
+        },
         model={"folder": model},
         engine=engines.engine_overrides(engine, upstream, upstream_model),
         session=options.session_overrides(policy, temperature, max_tokens),
@@ -108,16 +124,21 @@ async def _serve(settings: Settings, console: Console, as_json: bool, script: Pa
         loop.add_signal_handler(name, on_signal)
     async with serving(settings.server, fleet) as running:
         started.set()
-        keyed = await running.service.keys.exist()
         problems = running.service.problems
         if as_json:
-            fields = {"url": running.url, "keys": keyed, "data": str(settings.server.data), "problems": problems}
+            fields = {
+                "url": running.url,
+                "keys": settings.server.auth,
+                "data": str(settings.server.data),
+                "problems": problems,
+                "key_file": str(running.key_file) if running.key_file else None,
+            }
             print(json.dumps(fields), flush=True)
         else:
             facts = fleet.facts()
             console.print(f"[bold]Towline[/] · {facts['model']} · {facts['engine']} ({facts['capture']})")
             console.print(f"  service    {running.url}   (API: {running.url}/docs)")
-            console.print(f"  keys       {'required' if keyed else 'none: unauthenticated access'}")
+            console.print(f"  keys       {_keys(settings.server, running.key_file)}", highlight=False, soft_wrap=True)
             for problem in problems:
                 line = (
                     Text("  missing    ").append(problem, "bold red").append("; the queue is held until it is usable")
@@ -132,6 +153,16 @@ async def _serve(settings: Settings, console: Console, as_json: bool, script: Pa
             console.print(
                 f"stopping; sessions have {settings.server.stop_seconds:g} seconds to end (Ctrl-C again exits at once)"
             )
+
+
+def _keys(settings: ServerSettings, key_file: Path | None) -> str:
+    """What clients need to know about keys."""
+    if not settings.auth:
+        return "[bold red]none: every program on this machine has full access[/]"
+    found = f"required; {terminal.escape_markup(str(key_file))} has the admin key" if key_file else "required"
+    local = is_loopback(settings.host)
+    exposed = "" if local or settings.tls_cert else "; [bold red]they travel unencrypted: set --tls-cert[/]"
+    return f"{found}{', which clients of this user find by themselves' if key_file and local else ''}{exposed}"
 
 
 # Keys

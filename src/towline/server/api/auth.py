@@ -1,13 +1,12 @@
 """API keys and roles. A key is shown once, when it is created; the store has its hash. Every key belongs to a tenant.
 
-Without any key the service is open to every client that reaches it. It then listens on loopback only and accepts only
-requests with loopback as their host, so that a web page in a browser cannot use it.
+Every request needs a key, also while none exists: a service whose keys are lost refuses all requests until `towline serve
+keys create`, or the next start, makes one. Only `server.auth = false` (`--no-auth`) opens a service, on loopback.
 """
 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import secrets
 import time
 from collections.abc import Sequence
@@ -79,22 +78,21 @@ class Caller:
 
 
 ANONYMOUS = Caller("anonymous", frozenset({Role.ADMIN}))
-"""Every caller of a service without keys."""
+"""Every caller of a service without authentication."""
 
 
 class KeyStore:
     """Creates, looks up and revokes API keys."""
 
-    def __init__(self, store: Store, *, needed: bool = False):
+    def __init__(self, store: Store, *, needed: bool = True):
         self.store = store
         self.needed = needed
-        """Whether requests need a key even while none exists: the service listens beyond loopback."""
+        """Whether requests need a key: `server.auth`."""
         self._seen: dict[str, tuple[float, Caller | None]] = {}
-        self._any: tuple[float, bool] = (-1e9, True)
 
     async def caller(self, authorization: str | None) -> Caller:
         """The caller of a request; raises `Unauthorized` for a missing or unknown key."""
-        if not self.needed and not await self.exist():
+        if not self.needed:
             return ANONYMOUS
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
@@ -110,14 +108,6 @@ class KeyStore:
             raise Unauthorized("unknown API key")
         return found
 
-    async def exist(self) -> bool:
-        at, any_key = self._any
-        if time.monotonic() - at > _CACHE_SECONDS:
-            async with self.store.read() as tx:
-                any_key = bool(await tx.scalar(select(func.count()).select_from(tables.keys)))
-            self._any = (time.monotonic(), any_key)
-        return any_key
-
     async def _find(self, digest: str) -> Caller | None:
         table = tables.keys
         async with self.store.read() as tx:
@@ -126,9 +116,12 @@ class KeyStore:
             return None
         return Caller(row.name or row.key_id, frozenset(map(Role, row.roles.split(","))), row.owner)
 
-    async def create(self, name: str, roles: Sequence[Role], tenant: str = DEFAULT_TENANT) -> NewKey:
+    async def create(
+        self, name: str, roles: Sequence[Role], tenant: str = DEFAULT_TENANT, *, key: str = ""
+    ) -> NewKey:
+        """Create a key; `key`: a new secret of `new_secret()` that the caller has stored already."""
         check_tenant(tenant)
-        key = PREFIX + secrets.token_urlsafe(32)
+        key = key or new_secret()
         info = KeyInfo(
             key_id=secrets.token_hex(8), name=name, roles=sorted(set(roles)), created=time.time(), tenant=tenant
         )
@@ -137,7 +130,7 @@ class KeyStore:
         async with self.store.write() as tx:
             if Role.ADMIN not in roles and not await tx.scalar(select(func.count()).select_from(tables.keys)):
                 raise ResourceConflict(
-                    "the first key must have role admin: from then on every request needs a key", field="roles"
+                    "the first key must have role admin: no other can create or revoke keys", field="roles"
                 )
             await tx.execute(insert_new(tx, tables.tenants), [{"name": tenant, "created": info.created}])
             await tx.execute(insert(tables.keys), [row | {"digest": _hash(key)}])
@@ -160,7 +153,7 @@ class KeyStore:
             ]
 
     async def revoke(self, key_id: str, *, keep_one: bool) -> None:
-        """Revoke a key. With `keep_one`, not the last admin key: no caller, or every caller, could then create keys."""
+        """Revoke a key. With `keep_one`, not the last admin key: no caller could then create keys."""
         table = tables.keys
         async with self.store.write() as tx:
             rows = {row.key_id: row.roles.split(",") for row in await tx.execute(select(table))}
@@ -174,19 +167,12 @@ class KeyStore:
 
     def _forget(self) -> None:
         self._seen.clear()
-        self._any = (-1e9, True)
+
+
+def new_secret() -> str:
+    return PREFIX + secrets.token_urlsafe(32)
 
 
 def _hash(key: str) -> str:
     # A key is 256 random bits, so a fast hash is enough.
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the name or address is loopback."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from pydantic import Discriminator, Field, Tag, ValidationError
 
@@ -17,67 +16,31 @@ from towline.engines.base import PauseMode
 from towline.errors import DamagedData
 from towline.schema import (
     Accepted,
-    Ack,
-    Acked,
     FailureReason,
-    Pacing,
     Policy,
-    Results,
-    Role,
     SchemaError,
     Session,
     SessionState,
     SlowSession,
-    Stale,
-    Start,
     Task,
     TaskState,
     TaskStatus,
     Trajectory,
-    Unit,
 )
-from towline.schema.base import Count, Id, Model
-from towline.schema.files import dump_json
-from towline.server.api.auth import Caller, KeyInfo, KeyRequest, NewKey
-from towline.server.delivery.leases import LeaseRequest
+from towline.schema.base import Id, Model
+from towline.server.api.auth import KeyInfo, KeyRequest, NewKey
+from towline.server.api.dependencies import Admin, CheckedRoute, Consumer, Reader, ServiceDep, Submitter
+from towline.server.api.result_routes import MAX_VERSION
 from towline.server.delivery.trajectories import ARROW, arrow_stream, start_stream
 from towline.server.errors import ResourceNotFound
-from towline.server.service import Service
 from towline.server.store import queries
 
 MOST_TASKS = 1000
 MOST_IDS = 1000
 LOG_BYTES = 1024 * 1024
-MAX_VERSION = 2**31 - 1
 
 
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
-async def _caller(request: Request) -> Caller:
-    return await _service(request).keys.caller(request.headers.get("authorization"))
-
-
-ServiceDep = Annotated[Service, Depends(_service)]
-CallerDep = Annotated[Caller, Depends(_caller)]
-
-
-def _role(*roles: Role) -> Any:
-    async def check(caller: CallerDep) -> Caller:
-        caller.require(*roles)
-        return caller
-
-    return Depends(check)
-
-
-Submitter = Annotated[Caller, _role(Role.SUBMIT)]
-Consumer = Annotated[Caller, _role(Role.CONSUME)]
-Reader = Annotated[Caller, _role(Role.SUBMIT, Role.CONSUME)]
-Admin = Annotated[Caller, _role(Role.ADMIN)]
-
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", route_class=CheckedRoute)
 
 # Tasks
 
@@ -235,88 +198,6 @@ async def get_trajectories(wanted: SessionIds, service: ServiceDep, caller: Cons
     """
     stored = await queries.find_trajectories(service.store, wanted.session_ids)
     return StreamingResponse(await start_stream(arrow_stream(service.segments, stored)), media_type=ARROW)
-
-
-# Results
-
-
-@router.get("/results", tags=["results"], response_model=Results)
-async def lease_results(
-    request: Request,
-    service: ServiceDep,
-    caller: Consumer,
-    consumer: Annotated[Id, Query(description="Name of the consumer; each has its own position.")],
-    unit: Unit = Unit.SESSION,
-    max: Annotated[
-        int, Query(ge=0, le=1000, description="Maximum number of results; 0 only registers the consumer.")
-    ] = 16,
-    wait: Annotated[float, Query(ge=0, le=86_400, allow_inf_nan=False)] = 0.0,
-    lease: Annotated[float | None, Query(gt=0, le=7 * 86_400, allow_inf_nan=False)] = None,
-    start: Annotated[Start, Query(description="Where a new consumer starts.")] = Start.BEGINNING,
-    max_staleness: Annotated[int | None, Query(ge=0, le=MAX_VERSION)] = None,
-    stale: Stale = Stale.DROP,
-    prefix: Annotated[
-        Id | None,
-        Query(description="Only tasks whose ids have this prefix. Fixed by the first call of the consumer."),
-    ] = None,
-    groups_per_update: Annotated[
-        int | None,
-        Query(
-            ge=1,
-            le=1_000_000,
-            description="Groups that the consumer uses per policy version; sessions start at its pace. Needs `unit=group`.",
-        ),
-    ] = None,
-) -> Response:
-    """Lease results. A result that is not acknowledged before its lease expires is delivered again."""
-    seconds = lease if lease is not None else service.settings.lease_seconds
-    gone = asyncio.Event()
-    watching = asyncio.create_task(_watch_disconnect(request, gone, service))
-    try:
-        wanted = LeaseRequest(consumer, unit, max, seconds, start, max_staleness, stale, prefix, groups_per_update)
-        found = await service.lease(wanted, wait, gone)
-    finally:
-        watching.cancel()
-    # The metadata of a task can contain anything, lone surrogates included.
-    return Response(dump_json(found), media_type="application/json")
-
-
-async def _watch_disconnect(request: Request, gone: asyncio.Event, service: Service) -> None:
-    """Set `gone` when the client disconnects while it waits."""
-    while (await request.receive())["type"] != "http.disconnect":
-        continue
-    gone.set()
-    service.signals.results.notify()
-
-
-class ConsumerName(Model):
-    """A consumer."""
-
-    consumer: Id
-
-
-class Released(Model):
-    """How many leases were ended."""
-
-    released: Count
-
-
-@router.post("/results/release", tags=["results"])
-async def release_results(who: ConsumerName, service: ServiceDep, caller: Consumer) -> Released:
-    """End all leases of a consumer: its results are available again at once. For a trainer that restarts."""
-    return Released(released=await service.release(who.consumer))
-
-
-@router.post("/results/ack", tags=["results"])
-async def ack_results(ack: Ack, service: ServiceDep, caller: Consumer) -> Acked:
-    """Acknowledge results: they are never delivered again. Idempotent."""
-    return await service.ack(ack.consumer, ack.result_ids, ack.unusable)
-
-
-@router.get("/pacing", tags=["results"])
-async def get_pacing(service: ServiceDep, caller: Reader) -> Pacing:
-    """Get the paced consumers: how many groups they have and may have, and what pacing costs."""
-    return await service.pacer.status(service.policy.now.version)
 
 
 # Events
