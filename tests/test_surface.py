@@ -90,7 +90,8 @@ def _taken(url: str, consumer: str) -> list[str]:
     """The sessions that a consumer is handed, acknowledged."""
     found: list[str] = []
     while True:
-        page = call(f"{url}/v1/results?consumer={consumer}&unit=session&max=10&wait=1")["results"]
+        wanted = {"consumer": consumer, "unit": "session", "max": 10, "wait": 1}
+        page = call(f"{url}/v1/results", wanted)["results"]
         if not page:
             return found
         found += [one["sessions"][0]["session_id"] for one in page]

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from support.server.server_rig import Caller
+from support.server.server_rig import Caller, admin_key
 from towline.schema import Trajectory
 
 PROGRAM = Path(__file__).parents[1] / "support" / "node" / "program"
@@ -65,7 +65,7 @@ async def served(data: Path, model: Path, **env: str) -> AsyncIterator[tuple[Ser
         url = await process.listening()
         assert url, process.log.read_text()
         async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=_PATIENCE)) as web:
-            yield process, Caller(web)
+            yield process, Caller(web, admin_key(data))
     finally:
         process.close()
 
@@ -135,10 +135,7 @@ async def test_a_service_from_start_to_stop(model: Path, tmp_path: Path) -> None
         )  # fmt: skip
         key = made.stdout.strip()
         assert key.startswith("tlk-")
-        for _ in range(100):
-            if (await caller.call("GET", "/v1/tasks")).status == 401:
-                break
-            await asyncio.sleep(0.1)
+        assert (await Caller(caller.web).call("GET", "/v1/tasks")).status == 401
         keyed = Caller(caller.web, key)
         assert len(await keyed.ok("GET", "/v1/tasks")) == 2
         hung = work("hung", "hang", max_attempts=1)

@@ -25,6 +25,8 @@ from typing import Any
 ARCHIVE = Path(__file__).parent / "data-0.1.tar.xz"
 PATIENCE = 240.0
 CONTROL_KEY = "control-key-of-the-surface"
+KEYS: dict[str, str] = {}
+"""Admin keys of services by their URL."""
 
 AGENT = """
 import json, os, subprocess, urllib.request
@@ -121,6 +123,8 @@ class Commands:
                 assert time.monotonic() < until, log.read_text()
                 time.sleep(0.05)
             output = json.loads(lines[0])
+            if output.get("key_file"):
+                KEYS[output["url"]] = (self.folder / output["key_file"]).read_text().strip()
             self.printed.setdefault(words[0], []).append(output)
             yield process, output
         finally:
@@ -131,7 +135,8 @@ class Commands:
 
 
 def call(url: str, body: Any = None, key: str = "", method: str = "") -> Any:
-    """The JSON, or the text, that a URL answers."""
+    """The JSON, or the text, that a URL answers; `key`: default that of the service that `started` it."""
+    key = key or KEYS.get("/".join(url.split("/")[:3]), "")
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, data, headers, method=method or None)
@@ -206,7 +211,7 @@ def _serve(commands: Commands, engine: tuple[str, ...]) -> dict[str, Any]:
         commands.run("status", "alpha", *at, name="status TASK_ID")
         (session, *_) = commands.run("sessions", "--task", "alpha", *at)
         commands.run("log", session["session_id"], *at)
-        leased = call(f"{url}/v1/results?consumer=first&unit=session&max=1&wait=30")
+        leased = call(f"{url}/v1/results", {"consumer": "first", "unit": "session", "max": 1, "wait": 30})
         answers["leased"] = leased
         commands.run("export", "--out", "traces.parquet", *at)
         commands.run("export", "--out", "trajectories.jsonl", "--what", "trajectories", *at)

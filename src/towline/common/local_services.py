@@ -121,7 +121,7 @@ def _place(url: str) -> Path | None:
     if local is None:
         return None
     try:
-        where = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/self/ns/net')}"
+        where = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/thread-self/ns/net')}"
         base = Path(os.environ.get("XDG_STATE_HOME", ""))
         folder = base if base.is_absolute() else Path.home() / ".local" / "state"
     except (OSError, RuntimeError):

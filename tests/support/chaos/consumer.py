@@ -57,7 +57,7 @@ def main(url, journal, unit):
                     write("acked", owed)
                     acked |= owed
                     owed = set()
-                found = call(f"{url}/v1/results?consumer={unit}&unit={unit}&wait=1&max=20&lease=3")
+                found = call(url + "/v1/results", {"consumer": unit, "unit": unit, "wait": 1, "max": 20, "lease": 3})
             except (OSError, ValueError, urllib.error.HTTPError):
                 time.sleep(0.2)
                 continue

@@ -72,8 +72,10 @@ def make_trajectory(
 
 
 class StandIn:
-    def __init__(self, *, key: str = "", at_once: bool = True):
+    def __init__(self, *, key: str = "", at_once: bool = True, older: bool = False):
+        """`older`: as a version that leases by GET only."""
         self.key = key
+        self.older = older
         self.at_once = at_once
         """Whether sessions end as soon as they are submitted."""
         self.tasks: dict[str, Task] = {}
@@ -134,7 +136,7 @@ class StandIn:
             Route("/v1/sessions/{id}", self.session),
             Route("/v1/sessions/{id}/trajectory", self.trajectory),
             Route("/v1/trajectories", self.many, methods=["POST"]),
-            Route("/v1/results", self.lease),
+            Route("/v1/results", self.lease, methods=["GET"] if self.older else ["GET", "POST"]),
             Route("/v1/results/ack", self.ack, methods=["POST"]),
             Route("/v1/events", self.stream),
             Route("/v1/policy", self.policy),
@@ -235,7 +237,7 @@ class StandIn:
         return Response(arrow([self.trajectories[w] for w in wanted if w in self.trajectories]), media_type=ARROW)
 
     async def lease(self, request: Request) -> Response:
-        query = request.query_params
+        query = await request.json() if request.method == "POST" else request.query_params
         consumer, most, until = query["consumer"], int(query["max"]), time.monotonic() + float(query["wait"])
         bound = int(query["max_staleness"]) if "max_staleness" in query else None
         while True:

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from support.server.server_rig import Caller
+from support.server.server_rig import Caller, admin_key
 from towline.benchmarks.fake_runner import FakeRunner
 from towline.cluster.fleet import Fleet
 from towline.cluster.node_host import NodeHost
@@ -133,7 +133,7 @@ async def fleet_rig(
             serving(ServerSettings.model_validate(values), fleet) as running,
             aiohttp.ClientSession(running.url, timeout=aiohttp.ClientTimeout(total=60)) as http,
         ):
-            yield FleetRig(running.service, fleet, provider, Caller(http))
+            yield FleetRig(running.service, fleet, provider, Caller(http, admin_key(data)))
     finally:
         if mine:
             await provider.close_hosts()

@@ -188,7 +188,7 @@ class RayRig:
         """`towline serve`, entered into the namespaces of the head."""
         engine = ["--engine", "scripted", "--script", str(self.place / "replies.py")]
         places = ["--model", str(self.place / "model"), "--data", str(self.place / "data"), "--port", str(_PORT)]
-        size = ["--sandbox", self.sandbox, "--concurrency", str(concurrency), "--json"]
+        size = ["--sandbox", self.sandbox, "--concurrency", str(concurrency), "--json", "--no-auth"]
         return [
             *self._head(),
             "-m",

@@ -71,6 +71,7 @@ class Trainer:
 
     async def consume(self, unit: str, *, until: int | None = None) -> None:
         """Consume results until the server dies, or the count is reached."""
+        wanted = {"wait": 0.5, "max": 10, "lease": 0.5}
         while until is None or len(self.used[unit]) < until or self.unanswered[unit]:
             if self.unanswered[unit]:
                 ids = sorted(self.unanswered[unit])
@@ -78,7 +79,7 @@ class Trainer:
                 assert told == {"acked": ids, "unknown": []}
                 self.acked |= self.unanswered[unit]
                 self.unanswered[unit] = set()
-            found = await self.call("GET", "/v1/results", consumer=unit, unit=unit, wait="0.5", max="10", lease="0.5")
+            found = await self.call("POST", "/v1/results", wanted | {"consumer": unit, "unit": unit})
             for result in found["results"]:
                 name = result["result_id"]
                 assert name not in self.acked, "delivered again after its acknowledgement"

@@ -1,7 +1,7 @@
 """Servers in separate processes, to be killed with SIGKILL, and the processes they leave behind.
 
 Run as a program, it imports everything once and forks a process per server: with the fake runner, or `towline serve` with
-user options. It is the subreaper of its children, so it sees every process that a server has started. `Nursery` and
+user options; without keys. It is the subreaper of its children, so it sees every process that a server has started. `Nursery` and
 `Process` are the test's side of it.
 """
 
@@ -182,7 +182,7 @@ def _run_server(order: dict[str, Any]) -> None:
     if order["serve"]:
         from towline.cli.serve.command import app
 
-        for name, value in ({"database": order["database"]} | order["settings"]).items():
+        for name, value in ({"database": order["database"], "auth": False} | order["settings"]).items():
             os.environ[f"TOWLINE_SERVER__{name.upper()}"] = str(value)
         app([*order["serve"], "--port", "0", "--data", order["data"], "--json"])
         return
@@ -196,7 +196,7 @@ def _run_server(order: dict[str, Any]) -> None:
     from towline.server.api.app import serving
 
     async def serve() -> None:
-        places = {"port": 0, "data": order["data"], "database": order["database"]}
+        places = {"port": 0, "data": order["data"], "database": order["database"], "auth": False}
         settings = ServerSettings.model_validate(places | order["settings"])
         async with serving(settings, FakeRunner(capacity=16)) as running:
             print(json.dumps({"url": running.url}), flush=True)

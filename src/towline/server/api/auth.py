@@ -116,9 +116,7 @@ class KeyStore:
             return None
         return Caller(row.name or row.key_id, frozenset(map(Role, row.roles.split(","))), row.owner)
 
-    async def create(
-        self, name: str, roles: Sequence[Role], tenant: str = DEFAULT_TENANT, *, key: str = ""
-    ) -> NewKey:
+    async def create(self, name: str, roles: Sequence[Role], tenant: str = DEFAULT_TENANT, *, key: str = "") -> NewKey:
         """Create a key; `key`: a new secret of `new_secret()` that the caller has stored already."""
         check_tenant(tenant)
         key = key or new_secret()
