@@ -16,7 +16,7 @@ ARGS ?=
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --max-worker-restart=0
 RUFF_PATHS := $(wildcard src tests bench examples)
 
-.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults test-security test-chaos vllm test-engines test-training test-trainers test-cluster test-ray test-images lint format bench audit lock clean
+.PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults test-security test-chaos vllm test-engines test-training test-trainers test-cluster test-ray test-images test-miniature lint format bench audit lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -103,6 +103,11 @@ test-ray: setup system ## Run sessions on a real Ray of four nodes; kill a node 
 test-images: setup test-system ## Pull images from a real registry and build Dockerfiles with buildah, as root and rootless
 	@bash requirements/system.sh buildah:buildah docker-registry:docker-registry
 	$(BIN)/python -m pytest tests/e2e/images $(PYTEST_ARGS)
+
+# Its image is made of this machine's own packages; no registry is needed.
+test-miniature: setup test-system ## Run the miniature SWE suite on a real dockerd: oracle 12/12, nothing 0/12, edited tests 0/12
+	@bash requirements/system.sh node:nodejs cc:gcc git:git mawk:mawk
+	$(BIN)/python -m pytest tests/e2e/miniature $(PYTEST_ARGS)
 
 vllm: setup
 	@bash requirements/vllm.sh

@@ -179,6 +179,8 @@ def _object(line: str, location: SourceLocation) -> Row:
     return value
 
 
+SHIPPED = {"miniature-swe": Path(__file__).with_name("miniature_swe.jsonl")}
+"""Data sets that come with the package, by the name that stands for their path where no such path exists."""
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 """Suffixes of files with one task per line."""
 
@@ -217,4 +219,6 @@ def _at(path: Path, defaults: TaskDefaults) -> list[tuple[str, Task]]:
         if path.name == harbor.FILE:
             return [(str(path), harbor.load_folder(path.parent, defaults))]
         return load_file(path, defaults)
-    raise TaskError(f"{path} does not exist")
+    if (shipped := SHIPPED.get(str(path))) is not None:
+        return load_file(shipped, defaults)
+    raise TaskError(f"{path} does not exist; shipped data sets: {', '.join(SHIPPED)}")
