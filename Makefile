@@ -11,9 +11,12 @@ BIN := .venv/bin
 READY := .venv/.ready
 PYTEST_ARGS ?=
 ARGS ?=
-# Tests run in parallel; the tests of one file stay together, since they share what is slow to make. A worker that dies is
-# not replaced: pytest-xdist would wait for its tests forever. PARALLEL=-n0 runs them one by one.
-PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --max-worker-restart=0
+# Tests run in parallel; the tests of one file stay together, since they share what is slow to make, and the slowest files
+# come first (tests/conftest.py). Many tests wait for processes: two workers per core, if there is memory for them. A worker
+# that dies is not replaced: pytest-xdist would wait for its tests forever. PARALLEL=-n0 runs them one by one.
+WORKERS := $(shell awk -v cores=$$(nproc) '/^MemAvailable/ {n = 2 * cores; m = int($$2 / 3e6); if (m < n) n = m; \
+	if (n > 8) n = 8; print n < 1 ? 1 : n}' /proc/meminfo)
+PARALLEL ?= -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 RUFF_PATHS := $(wildcard src tests bench examples)
 
 .PHONY: help setup system test-system assets node pi harnesses demo test test-harnesses test-crashes test-faults test-security test-chaos vllm test-engines test-training test-trainers test-cluster test-ray test-images test-miniature lint format bench audit lock clean
