@@ -110,3 +110,34 @@ async def test_a_killed_node_leaves_no_process_and_the_next_one_removes_its_fold
     await runtime.open()
     await runtime.close()
     assert not list((tmp_path / "data").glob("sandbox-*"))
+
+
+NICED = """
+import asyncio, os, sys
+from pathlib import Path
+from towline.sandboxes.base import SandboxSpec, execute
+from towline.sandboxes.process.runtime import ProcessRuntime
+from towline.schema import Network
+
+async def main():
+    runtime = ProcessRuntime(Path(sys.argv[1]))
+    await runtime.open()
+    sandbox = await runtime.create(SandboxSpec(network=Network.OPEN))
+    print((await execute(sandbox, ["cat", "/proc/self/autogroup"])).stdout.decode())
+    await sandbox.destroy()
+    await runtime.close()
+
+os.nice(4)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel does not group by session")
+@pytest.mark.skipif(os.geteuid() != 0, reason="the kernel limits the rate of changes by others than root")
+async def test_commands_have_the_priority_of_their_node_in_sessions_of_their_own(tmp_path: Path) -> None:
+    """Between sessions the kernel looks at the nice value of their groups, which a new session does not inherit."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", NICED, str(tmp_path / "niced"), stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert out.decode().split()[1:] == ["nice", "4"]

@@ -65,7 +65,7 @@ class PlanesPlan:
     sessions: int = 24
     """Sessions per host, and turns in each of them."""
     concurrency: int = 8
-    calls: int = 400
+    calls: int = 1500
     """API calls per latency."""
 
 

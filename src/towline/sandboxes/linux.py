@@ -112,6 +112,17 @@ def kill_with_parent() -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def nice_session() -> None:
+    """Give the scheduler's group of this session the nice value of this process.
+
+    Where the kernel groups processes by session (`kernel.sched_autogroup_enabled`), a nice value counts only between
+    processes of one session, and a new session starts with an ordinary group. Best effort: without such groups, or when
+    the kernel rejects too many changes at once, priorities stay as they are.
+    """
+    with suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write(str(os.getpriority(os.PRIO_PROCESS, 0)))
+
+
 def no_new_privileges() -> None:
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 

@@ -18,7 +18,7 @@ from support.chaos.schedule import WEIGHTS
 from support.chaos.storm import Storm
 
 _NEEDS_POSTGRES = ("stop_database", "restart_database")
-_NEEDS_NETWORK = ("cut_network",)
+_NEEDS_MACHINES = ("cut_network", "kill_node", "kill_raylet")
 
 pytestmark = pytest.mark.timeout(7200)
 
@@ -35,7 +35,9 @@ async def test_children(
     options = request.config
     postgres = request.getfixturevalue("postgres") if kind == "postgresql" else None
     named = [one for one in str(options.getoption("--faults")).split(",") if one]
-    faults = [one for one in named or WEIGHTS if one not in _NEEDS_NETWORK and (postgres or one not in _NEEDS_POSTGRES)]
+    faults = [
+        one for one in named or WEIGHTS if one not in _NEEDS_MACHINES and (postgres or one not in _NEEDS_POSTGRES)
+    ]
 
     def write(line: str) -> None:
         with capsys.disabled():

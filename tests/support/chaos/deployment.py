@@ -53,6 +53,14 @@ class Deployment(Protocol):
         """The processes that start sandboxes."""
         ...
 
+    def others(self) -> list[int]:
+        """Processes that outlive the server and its hosts, such as those of Ray."""
+        ...
+
+    def mount_tables(self) -> list[Path]:
+        """`mountinfo` files of the namespaces in which hosts run."""
+        ...
+
 
 @dataclass
 class Children:
@@ -74,10 +82,7 @@ class Children:
     _started: bool = False
 
     async def start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = self._choose_url()
         self._ready.clear()
         self._keeper = asyncio.create_task(self._keep_running())
         waiting = asyncio.create_task(self._ready.wait())
@@ -86,6 +91,12 @@ class Children:
         )
         waiting.cancel()
         assert waiting in done, f"the server did not start:\n{self.log.read_text()[-3000:]}"
+
+    def _choose_url(self) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        return f"http://127.0.0.1:{self._port}"
 
     async def _keep_running(self) -> None:
         while True:
@@ -151,8 +162,15 @@ class Children:
         ]
 
     def supervisors(self) -> list[int]:
-        below = processes.descendants(*self.hosts()) if self.server() else []
+        hosts = self.hosts()
+        below = processes.descendants(*hosts) if hosts else []
         return [pid for pid in below if "supervisor import main" in processes.command_line(pid)]
+
+    def others(self) -> list[int]:
+        return []
+
+    def mount_tables(self) -> list[Path]:
+        return [Path("/proc/self/mountinfo")]
 
 
 @dataclass
@@ -160,7 +178,7 @@ class SmallDisk:
     """A file system of its own that can be filled. Without the right to mount, a plain folder that cannot."""
 
     folder: Path
-    size: str = "192m"
+    size: str
     mounted: bool = False
 
     @property
@@ -180,9 +198,9 @@ class SmallDisk:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[SmallDisk]:
+def small_disk(folder: Path, size: str = "192m") -> Iterator[SmallDisk]:
     folder.mkdir(parents=True)
-    disk = SmallDisk(folder)
+    disk = SmallDisk(folder, size)
     command = ["mount", "-t", "tmpfs", "-o", f"size={disk.size}", "tmpfs", str(folder)]
     disk.mounted = subprocess.run(command, check=False, capture_output=True).returncode == 0
     try:

@@ -84,11 +84,13 @@ class StormProxy(FaultProxy):
 
 
 @contextlib.asynccontextmanager
-async def echo_engine(model: Path, draws: random.Random) -> AsyncIterator[tuple[StormProxy, list[str]]]:
-    """The proxy, and the options of a command that uses the engine behind it."""
+async def echo_engine(
+    model: Path, draws: random.Random, host: str = "127.0.0.1"
+) -> AsyncIterator[tuple[StormProxy, list[str]]]:
+    """The proxy, which listens on `host`, and the options of a command that uses the engine behind it."""
     engine = EchoStandIn(model, context=1024)
     decode = engine.tokenizer.decode
     async with served(engine) as upstream:
         proxy = StormProxy(upstream, lambda ids: str(decode(list(ids))), draws=draws)
-        async with proxied(proxy) as url:
+        async with proxied(proxy, host) as url:
             yield proxy, ["--engine=vllm", f"--upstream={url}", "--upstream-model=tiny", f"--model={model}"]

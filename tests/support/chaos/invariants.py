@@ -144,6 +144,8 @@ class Leftovers:
     data: Path
     before: set[int] = field(default_factory=set)
     """Processes below this one that are not of the server."""
+    disk: str = ""
+    """Where the test itself mounted a file system."""
     groups: set[str] = field(default_factory=set)
 
     def watch(self) -> None:
@@ -153,13 +155,12 @@ class Leftovers:
             except (OSError, ValueError):
                 continue
 
-    def check(self, report: Report, others: Collection[int]) -> None:
-        """`others`: processes that may live on, with all below them."""
-        allowed = self.before | set(others) | set(processes.descendants(*others))
-        left = set(processes.descendants(os.getpid())) - allowed
+    def check(self, report: Report, allowed: Collection[int], mount_tables: Sequence[Path]) -> None:
+        """`allowed`: processes that may live on."""
+        left = set(processes.descendants(os.getpid())) - self.before - set(allowed)
         report.check("leaked processes", [f"{pid} {processes.command_line(pid)[:200]}" for pid in sorted(left)])
-        mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-        report.check("leaked mounts", [one for one in mounts if one.startswith(f"{self.data}/")])
+        mounts = [line.split()[4] for table in mount_tables for line in table.read_text().splitlines()]
+        report.check("leaked mounts", [one for one in mounts if one.startswith(f"{self.data}/") and one != self.disk])
         report.check("leaked control groups", [one for one in sorted(self.groups) if Path(one).exists()])
         report.check("leaked sandbox folders", list(self.data.glob("**/sandboxes/*/keeper-*")))
         report.figures["control groups seen"] = len(self.groups)

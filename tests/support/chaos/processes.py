@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 _SUBREAPER = 36
@@ -36,6 +37,11 @@ def descendants(*roots: int) -> list[int]:
     while fresh := {pid for pid, parent in tree.items() if parent in known} - known:
         known |= fresh
     return sorted(known - set(roots))
+
+
+def children(pids: Collection[int]) -> list[int]:
+    """Live processes that these started themselves, sorted."""
+    return sorted(pid for pid, parent in parents().items() if parent in pids)
 
 
 def command_line(pid: int) -> str:

@@ -32,6 +32,8 @@ WEIGHTS = {
     "clock_jump": 3,
     "engine": 8,
     "cut_network": 4,
+    "kill_node": 3,
+    "kill_raylet": 1,
 }
 """How often each fault is drawn, relative to the others. A deployment without a part leaves out the faults of that part."""
 
@@ -51,12 +53,13 @@ class PlannedFault:
         return among[int(self.choice * len(among))]
 
 
-def planned(seed: int, faults: Sequence[str]) -> Iterator[PlannedFault]:
-    """Endless; equal seeds and faults give equal plans."""
+def planned(seed: int, faults: Sequence[str], stretch: float = 1.0) -> Iterator[PlannedFault]:
+    """Endless; equal seeds and faults give equal plans, whose times are multiplied by `stretch`."""
     draws = random.Random(seed)
     weights = [WEIGHTS[name] for name in faults]
     number = 0
     while True:
         number += 1
         (name,) = draws.choices(faults, weights)
-        yield PlannedFault(number, name, draws.uniform(0.3, 3.0), draws.uniform(0.5, 4.0), draws.random())
+        pause, seconds = draws.uniform(0.3, 3.0), draws.uniform(0.5, 4.0)
+        yield PlannedFault(number, name, stretch * pause, stretch * seconds, draws.random())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -64,6 +63,10 @@ class Storm:
     seconds: float
     """The storm ends after this time, or when nearly all sessions have ended."""
     sandboxes: Sequence[str] = ("bubblewrap", "process")
+    stretch: float = 1.0
+    """Factor of all pauses and durations: parts that take longer to start need a slower storm."""
+    hosts: Path | None = None
+    """The folder with the data of all node hosts, if it is not below `data`."""
     disk: SmallDisk | None = None
     postgres: Postgres | None = None
     write: Callable[[str], None] = print
@@ -91,7 +94,9 @@ class Storm:
         """Rage, calm down, check."""
         began = time.monotonic()
         processes.adopt_orphans()
-        leftovers = Leftovers(self.data, before=set(processes.descendants(os.getpid())))
+        disk = str(self.disk.folder) if self.disk is not None else ""
+        before = set(processes.descendants(os.getpid()))
+        leftovers = Leftovers(self.hosts or self.data, before=before, disk=disk)
         await self.deployment.start()
         watching = [asyncio.create_task(self._watch(leftovers)), asyncio.create_task(self._submit())]
         try:
@@ -169,7 +174,7 @@ class Storm:
 
     async def _rage(self) -> None:
         until = time.monotonic() + self.seconds
-        for fault in planned(self.seed, self.faults):
+        for fault in planned(self.seed, self.faults, self.stretch):
             await asyncio.sleep(fault.pause)
             acked = self.acked("session")
             if time.monotonic() > until or acked >= self.sessions * 0.95:
@@ -196,13 +201,15 @@ class Storm:
 
     async def _settle(self, leftovers: Leftovers, report: Report) -> None:
         for _ in range(100):  # what was killed may take a moment to be gone
-            leftovers.check(report, self._others())
+            leftovers.check(report, self._allowed(), self.deployment.mount_tables())
             if not report.broken:
                 return
             await asyncio.sleep(0.1)
 
-    def _others(self) -> list[int]:
-        return [pid for pid in [self.postgres.pid if self.postgres else None] if pid is not None]
+    def _allowed(self) -> list[int]:
+        database = [self.postgres.pid] if self.postgres is not None and self.postgres.pid is not None else []
+        below = processes.descendants(*database) if database else []
+        return [*database, *below, *self.deployment.others()]
 
     async def _all_off(self) -> None:
         self.proxy.set_fault("")
@@ -287,7 +294,14 @@ class Storm:
         self.proxy.set_fault("")
 
     async def _cut_network(self, fault: PlannedFault) -> None:
-        cut = getattr(self.deployment, "cut_network", None)
-        if cut is not None:
-            with contextlib.suppress(ProcessLookupError):
-                await cut(fault.choice, fault.seconds)
+        await self._done_by_deployment(fault)
+
+    async def _kill_node(self, fault: PlannedFault) -> None:
+        await self._done_by_deployment(fault)
+
+    async def _kill_raylet(self, fault: PlannedFault) -> None:
+        await self._done_by_deployment(fault)
+
+    async def _done_by_deployment(self, fault: PlannedFault) -> None:
+        act: Callable[[float, float], Awaitable[None]] = getattr(self.deployment, fault.name)
+        await act(fault.choice, fault.seconds)

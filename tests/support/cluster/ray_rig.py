@@ -18,7 +18,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,12 +70,21 @@ def task(task_id: str, *, seconds: float = 0.0, turns: int = 1, samples: int = 1
 class RayRig:
     """A Ray cluster of `count` nodes, numbered from 0, which is the head, and a server on the head."""
 
-    def __init__(self, count: int = 4, *, python: Path | None = None, failures: int = 15, sandbox: str = "process"):
-        """`failures`: health checks, one per second, after which Ray declares a node dead."""
+    def __init__(
+        self,
+        count: int = 4,
+        *,
+        python: Path | None = None,
+        failures: int = 15,
+        sandbox: str = "process",
+        variables: Mapping[str, str] | None = None,
+    ):
+        """`failures`: health checks, one per second, after which Ray declares a node dead. `variables`: of all processes."""
         self.count = count
         self.python = python or _REPOSITORY / ".venv-ray/bin/python"
         self.sandbox = sandbox
         self._failures = failures
+        self.variables = dict(variables or {})
         self._id = secrets.token_hex(2)
         # Not below /tmp, which every node has for itself.
         self.place = Path(tempfile.mkdtemp(prefix="tl-ray-", dir="/var/tmp"))
@@ -106,6 +115,7 @@ class RayRig:
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_timeout_ms": "3000",
             "RAY_health_check_failure_threshold": str(self._failures),
+            **self.variables,
         }
 
     # The cluster
@@ -184,10 +194,12 @@ class RayRig:
 
     # The server
 
-    def serve_command(self, *options: str, cluster: str = "auto", concurrency: int = 8) -> list[str]:
-        """`towline serve`, entered into the namespaces of the head."""
-        engine = ["--engine", "scripted", "--script", str(self.place / "replies.py")]
-        places = ["--model", str(self.place / "model"), "--data", str(self.place / "data"), "--port", str(_PORT)]
+    def serve_command(
+        self, *options: str, cluster: str = "auto", concurrency: int = 8, engine: Sequence[str] = ()
+    ) -> list[str]:
+        """`towline serve`, entered into the namespaces of the head. Without an `engine`, replies are scripted."""
+        scripted = ["--engine=scripted", f"--script={self.place / 'replies.py'}", f"--model={self.place / 'model'}"]
+        places = ["--data", str(self.place / "data"), "--port", str(_PORT)]
         size = ["--sandbox", self.sandbox, "--concurrency", str(concurrency), "--json", "--no-auth"]
         return [
             *self._head(),
@@ -196,7 +208,7 @@ class RayRig:
             "serve",
             "--cluster",
             cluster,
-            *engine,
+            *(engine or scripted),
             *places,
             *size,
             *options,
@@ -282,6 +294,17 @@ class RayRig:
             self._inside = ThreadPoolExecutor(1, initializer=_enter_network, initargs=(self._spaces[0],))
         return self._inside.submit(work).result()
 
+    @contextlib.contextmanager
+    def network(self) -> Iterator[None]:
+        """Move this thread, and the processes that it starts, to the network of the head for a block."""
+        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        try:
+            _enter_network(self._spaces[0])
+            yield
+        finally:
+            _set_network(before)
+            os.close(before)
+
     def until(self, what: str, holds: Callable[[], T], seconds: float = PATIENCE) -> T:
         """Poll a function in the network of the head until it returns something true."""
         deadline = time.monotonic() + seconds
@@ -335,10 +358,14 @@ def _enter_network(space: str) -> None:
     """Move this thread, and no other, to a network namespace."""
     descriptor = os.open(f"/run/netns/{space}", os.O_RDONLY)
     try:
-        if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), "setns")
+        _set_network(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _set_network(descriptor: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 def _children(pid: int) -> list[int]:

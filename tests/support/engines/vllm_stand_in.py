@@ -372,13 +372,13 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def served(server: VllmStandIn) -> AsyncIterator[str]:
+async def served(server: VllmStandIn, host: str = "127.0.0.1") -> AsyncIterator[str]:
     # The handlers of disconnected clients are cancelled, as Starlette does.
     runner = web.AppRunner(server.app(), handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, host, 0)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"http://{host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

@@ -157,14 +157,14 @@ def _cut(request: web.Request) -> web.Response:
 
 
 @contextlib.asynccontextmanager
-async def proxied(proxy: FaultProxy) -> AsyncIterator[str]:
+async def proxied(proxy: FaultProxy, host: str = "127.0.0.1") -> AsyncIterator[str]:
     app = web.Application(client_max_size=2**26)
     app.router.add_route("*", "/{path:.*}", proxy.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, host, 0)
         await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"http://{host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()

@@ -293,6 +293,7 @@ def run_child(
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.setsid()
+        linux.nice_session()
         work = message["do"]
         if work == "start":
             _start(message, descriptors, restrictions, plan, launch)

@@ -420,6 +420,7 @@ class SandboxSupervisor:
 
 
 def main(descriptor: int) -> NoReturn:
+    linux.nice_session()
     node = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

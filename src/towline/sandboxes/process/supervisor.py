@@ -93,7 +93,8 @@ class ProcessSupervisor:
     def _start(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         supervisor = os.getpid()
 
-        def die_with_supervisor() -> None:
+        def prepare() -> None:
+            linux.nice_session()
             # A supervisor that is killed takes at least the commands that it started with it.
             linux.kill_with_parent()
             if os.getppid() != supervisor:
@@ -109,7 +110,7 @@ class ProcessSupervisor:
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
-                preexec_fn=die_with_supervisor,
+                preexec_fn=prepare,
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             return {"error": str(error)}
@@ -132,6 +133,7 @@ def main(descriptor: int, seconds: float) -> None:
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     linux.adopt_orphans()
+    linux.nice_session()
     # Only the end of the socket stops this program, not the node's terminal. Signals are handled rather than ignored,
     # because every command would inherit an ignored signal.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
