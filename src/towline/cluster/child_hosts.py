@@ -138,8 +138,9 @@ class _Child:
             *host_command(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # Ctrl-C is for the server, which ends its hosts in order.
-            start_new_session=True,
+            # Ctrl-C is for the server, which ends its hosts in order. Not a session of its own: a kernel that schedules
+            # by session would compare the host's priority with nothing but the host.
+            process_group=0,
         )
         assert process.stdin is not None
         assert process.stdout is not None

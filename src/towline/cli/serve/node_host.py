@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from towline.cli import engines, terminal
 from towline.common.sockets import listen, url_of
 from towline.errors import TowlineError
-from towline.sandboxes import linux
 
 if TYPE_CHECKING:
     from towline.cluster.child_hosts import HostSettings
 
 _PDEATHSIG = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
-_NICE = 10
+_NICE = 5
 """How much less urgent a host and its sandboxes are than the server."""
 
 
@@ -34,7 +33,6 @@ def node_host() -> None:
         _die_with_parent()
         # On one machine the server comes first: sessions may wait for a CPU, answers of the API should not.
         os.nice(_NICE)
-        linux.nice_session()
     console = terminal.console(as_json=True)
     terminal.configure_logging(console, given.settings.log.format)
     # The engine computes in its own thread next to a busy event loop; a short interval keeps it from waiting for the GIL.
