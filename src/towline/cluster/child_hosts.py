@@ -2,8 +2,8 @@
 
 Each host is a process `towline node-host` that listens on an abstract Unix socket, or on an address of its machine. Its
 settings, with the token, come over its standard input, which stays open: a host exits when that closes, so none outlives its
-server. A host that dies is started again with backoff; one that cannot start at all the first time stops the server with its
-error.
+server. A host that dies is started again with backoff, also one that is killed during its first start; one that ends by
+itself then stops the server with its error.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 """Seconds between the death of a host and its next start."""
 _STEADY_SECONDS = 60.0
 """A host that lived this long starts again after the shortest pause."""
+_FIRST_STARTS = 5
+"""How often a host may be killed while it starts for the first time."""
 _STOP_SECONDS = 30.0
 """How long a host may take to end its sandboxes when the server closes."""
+
+
+class HostKilled(ConfigError):
+    """A host was killed while it started; its next start may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class ChildHosts:
         self._background = BackgroundTasks()
 
     async def start(self, up: Callable[[HostAddress], None], down: Callable[[str, str], None]) -> None:
-        await asyncio.gather(*(child.start(up) for child in self._children))
+        await asyncio.gather(*(child.start_first(up) for child in self._children))
         for child in self._children:
             self._background.start(child.supervise(up, down), f"host {child.name}")
 
@@ -126,6 +132,18 @@ class _Child:
         self._script = script
         self._process: asyncio.subprocess.Process | None = None
 
+    async def start_first(self, up: Callable[[HostAddress], None]) -> None:
+        """Start the process, again if it is killed meanwhile. Raises `ConfigError` with its reason if it cannot start."""
+        pause = _FIRST_PAUSE
+        for _ in range(_FIRST_STARTS - 1):
+            try:
+                return await self.start(up)
+            except HostKilled as error:
+                log.error("%s; it is started again in %g s", error, pause)
+                await asyncio.sleep(pause)
+                pause *= 2
+        return await self.start(up)
+
     async def start(self, up: Callable[[HostAddress], None]) -> None:
         """Start the process; returns when it listens. Raises `ConfigError` with its reason if it cannot."""
         self._place.data.mkdir(parents=True, exist_ok=True)
@@ -146,7 +164,9 @@ class _Child:
         assert process.stdout is not None
         process.stdin.write(given.dump())
         line = await process.stdout.readline()
-        answer = json.loads(line) if line else {"error": f"it ended with code {await process.wait()}"}
+        if not line and (code := await process.wait()) < 0:
+            raise HostKilled(f"node host {self.name} {_describe_end(code)} while it started")
+        answer = json.loads(line) if line else {"error": f"it ended with code {process.returncode}"}
         if "error" in answer:
             self.kill()
             await process.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,6 +122,9 @@ class OnRay(Children):
         """Start nodes again that ended by themselves: without a raylet, or because `ray start` gave up."""
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
+            for entered in super().server():
+                # `nsenter` stops with the process that it started, and is not continued with it.
+                processes.send(entered, signal.SIGCONT)
             for node, process in list(self.rig.nodes.items()):
                 if process.poll() is not None and node not in self._down:
                     self.rig.start_node(node)
