@@ -45,6 +45,8 @@ async def test_ray(
     write(f"\nstorm on {NODES} Ray nodes: --seed {seed} --sessions {sessions} --faults {','.join(faults)}")
     tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     rig = RayRig(NODES)
+    # After the disk in it is unmounted.
+    request.addfinalizer(lambda: shutil.rmtree(rig.place, ignore_errors=True))
     storms = rig.place / "storm"
     storms.mkdir()
     # Nodes have a /tmp of their own.
