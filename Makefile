@@ -76,8 +76,9 @@ test-faults: setup system ## Fail the engine in ten ways under serve, eval and t
 test-security: setup test-system ## Attack the service, its sandboxes and verifiers; the number of attacks and successes is printed
 	$(BIN)/python -m pytest tests/security $(PARALLEL) $(PYTEST_ARGS)
 
-# PYTEST_ARGS="--seed N --sessions N --faults a,b --seconds S -k sqlite" replays or shortens a storm.
+# PYTEST_ARGS="--seed N --sessions N --faults a,b --seconds S -k sqlite" replays or shortens a storm. Ray's nodes need root.
 test-chaos: setup test-system ## Kill, stop, fill and cut everything at random under 1,000 sessions, and count what was lost
+	@bash requirements/ray.sh
 	$(BIN)/python -m pytest tests/e2e/chaos -n0 $(PYTEST_ARGS)
 
 test-training: setup system ## Train the tiny model for some minutes: it learns, and with shuffled rewards it does not
