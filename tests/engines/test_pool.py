@@ -306,8 +306,8 @@ async def test_weights_that_came_by_another_way_cannot_be_given_again_so_the_rep
         await asyncio.sleep(100)
     assert not pool.replicas[0].serving
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == [
-        "replica a cannot come back: it answers, but the weights of version 5 were not loaded from a folder, so the "
-        "replica waits for the next folder update"
+        "replica a cannot come back: it answers, but is not known to have the weights of version 5, which the trainer "
+        "pushed by its own means: it is used again after the next push that it gets and that is announced"
     ]
     await pool.update_weights(Path("/weights/6"), 6)
     await asyncio.sleep(100)

@@ -213,7 +213,7 @@ async def test_a_missing_model_and_a_paused_server_are_refused(weights: Path) ->
     with pytest.raises(EngineError, match="does not serve 'other'; it has: tiny"):
         async with started(VllmStandIn(weights / "0"), model="other"):
             pass
-    with pytest.raises(EngineError, match="is paused, perhaps by an interrupted weight update"):
+    with pytest.raises(EngineError, match="is paused, by its trainer or an interrupted weight update"):
         async with started(VllmStandIn(weights / "0", paused=True)):
             pass
 
@@ -288,7 +288,7 @@ async def test_an_update_cuts_turns_and_each_token_has_its_version(weights: Path
         assert np.abs(forward(weights / "1", prompt, rest.ids) - rest.logprobs).max() < 1e-4
         assert engine.version == 1
         assert engine.info.details["weights_proven_by"] == "forward"
-    steered = ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume", "resume"]
+    steered = ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"]
     assert server.calls == steered
 
 
@@ -390,7 +390,7 @@ async def test_a_server_that_was_started_again_is_gone_and_nothing_of_its_turn_i
         await engine.update_weights(weights / "1", 1)
         server.label = "default"
         with pytest.raises(
-            EngineUnreachable, match="has the weights 'default' in place of 1: it was restarted"
+            EngineUnreachable, match="has the weights 'default' in place of '1': it was restarted"
         ) as gone:
             await engine.sample(SampleRequest(PROMPT, 4))
         assert gone.value.partial is None

@@ -296,6 +296,26 @@ async def test_waiting_for_results(tmp_path: Path) -> None:
         assert await stopped == []
 
 
+async def test_a_trainer_announces_weights_that_it_pushed_itself(database: str, tmp_path: Path) -> None:
+    async with rig(tmp_path, database) as r:
+        assert await r.caller.ok("POST", "/v1/policy/version", {"version": 4}) == {"version": 4, "paused": False}
+        assert r.runner.version == 4
+        assert not r.runner.paused
+        # Announced again, and as the engines report it.
+        assert await r.caller.ok("POST", "/v1/policy/version", {"version": 4}) == {"version": 4, "paused": False}
+        r.runner.version = 6
+        assert await r.caller.ok("POST", "/v1/policy/version") == {"version": 6, "paused": False}
+        await r.caller.submit(task("v6", 2))
+        await r.caller.until("/v1/tasks/v6", state="done")
+        found = await r.caller.ok("GET", "/v1/results", consumer="c", max_staleness=0, max=9)
+        assert len(found["results"]) == 2
+        await r.caller.ok("POST", "/v1/policy/pause")
+        assert await r.caller.ok("POST", "/v1/policy/version", {"version": 7}) == {"version": 7, "paused": True}
+    async with rig(tmp_path, database) as r:
+        assert r.service.policy.now.version == 7
+        assert r.runner.version == 7
+
+
 async def test_policy_and_staleness(database: str, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "weights").touch()
@@ -318,6 +338,8 @@ async def test_policy_and_staleness(database: str, tmp_path: Path) -> None:
         for path, body, status, field in (
             ("resume", {"version": 1}, 409, "version"),
             ("weights", {"folder": str(tmp_path / "new"), "version": 1}, 409, "version"),
+            ("version", {"version": 1}, 409, "version"),
+            ("version", {"version": -1}, 422, "version"),
             ("weights", {"folder": str(tmp_path / "none"), "version": 3}, 422, "folder"),
             ("weights", {"folder": str(tmp_path), "version": 3}, 422, "folder"),
             ("pause", {"mode": "maybe"}, 422, "mode"),

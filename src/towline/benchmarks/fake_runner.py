@@ -278,6 +278,10 @@ class FakeRunner:
         self.paused = False
         self.version = self.version if version is None else version
 
+    async def announce(self, version: int | None) -> int:
+        self.version = self.version if version is None else version
+        return self.version
+
     async def update_weights(self, folder: Path, version: int) -> None:
         if not await asyncio.to_thread((folder / "weights").exists):
             raise EngineError(f"{folder} holds no weights")

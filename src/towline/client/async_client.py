@@ -268,6 +268,14 @@ class AsyncClient:
         """Resume sampling, under `version` if given."""
         return await self._do(calls.resume(version))
 
+    async def announce(self, version: int | None = None) -> Policy:
+        """Announce that the engines have the weights of `version` now, which the trainer gave them by its own means.
+
+        Default: the version that the engines themselves report. Sampling continues; each token carries the version that
+        sampled it, where the engine labels its weights.
+        """
+        return await self._do(calls.announce(version))
+
     async def update_weights(self, folder: str | Path, version: int) -> Policy:
         """Load the weights of a folder on the server's machine."""
         return await self._do(calls.update_weights(str(folder), version))

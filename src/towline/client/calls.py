@@ -238,6 +238,11 @@ def resume(version: int | None) -> ApiCall[Policy]:
     return ApiCall("POST", "/v1/policy/resume", _reads(Policy), body=dump_json(body))
 
 
+def announce(version: int | None) -> ApiCall[Policy]:
+    body = {} if version is None else {"version": version}
+    return ApiCall("POST", "/v1/policy/version", _reads(Policy), body=dump_json(body), waits=120.0)
+
+
 def update_weights(folder: str, version: int) -> ApiCall[Policy]:
     body = dump_json({"folder": folder, "version": version})
     return ApiCall("POST", "/v1/policy/weights", _reads(Policy), body=body, waits=3600.0)

@@ -276,6 +276,14 @@ class Client:
         """Resume sampling, under `version` if given."""
         return self._do(calls.resume(version))
 
+    def announce(self, version: int | None = None) -> Policy:
+        """Announce that the engines have the weights of `version` now, which the trainer gave them by its own means.
+
+        Default: the version that the engines themselves report. Sampling continues; each token carries the version that
+        sampled it, where the engine labels its weights.
+        """
+        return self._do(calls.announce(version))
+
     def update_weights(self, folder: str | Path, version: int) -> Policy:
         """Load the weights of a folder on the server's machine."""
         return self._do(calls.update_weights(str(folder), version))

@@ -428,5 +428,8 @@ class Fleet:
     async def resume(self, version: int | None) -> None:
         await self._policy.resume(version)
 
+    async def announce(self, version: int | None) -> int:
+        return await self._policy.announce(version)
+
     async def update_weights(self, folder: Path, version: int) -> None:
         await self._policy.update_weights(folder, version)

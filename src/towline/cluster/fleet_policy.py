@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from towline.cluster.remote_node import RemoteNode
 from towline.cluster.runner import NodeLost
@@ -26,6 +27,8 @@ class _Wanted:
 
     version: int | None = None
     folder: Path | None = None
+    announced: bool = False
+    """Whether the weights were pushed by a trainer: then the engines may be further than this version."""
     paused: bool = False
 
 
@@ -50,7 +53,9 @@ class FleetPolicy:
         while True:
             wanted = replace(self._wanted)
             if wanted.version is not None and version != wanted.version:
-                if wanted.folder is not None and not self._shared:
+                if wanted.announced and version > wanted.version:
+                    pass  # The trainer has pushed weights that it has not announced yet.
+                elif wanted.folder is not None and not self._shared:
                     await node.call_now("update_weights", folder=str(wanted.folder), version=wanted.version)
                 else:
                     await node.call_now("resume", version=wanted.version)
@@ -69,8 +74,20 @@ class FleetPolicy:
         async with self._changing:
             self._wanted.paused = False
             if version is not None:
-                self._wanted.version, self._wanted.folder = version, None
+                self._wanted.version, self._wanted.folder, self._wanted.announced = version, None, False
             await self._all("resume", version=version)
+
+    async def announce(self, version: int | None) -> int:
+        async with self._changing:
+            nodes = self._nodes()
+            if not nodes:
+                raise EngineError("no node is connected")
+            reached = await _each(nodes, "announce", version=version)
+            announced = max((int(one) for one in reached if one is not None), default=version or 0)
+            self._wanted.version, self._wanted.folder, self._wanted.announced = announced, None, True
+            for late in [node for node in self._nodes() if node not in nodes]:
+                await self.apply(late)
+            return announced
 
     async def update_weights(self, folder: Path, version: int) -> None:
         async with self._changing:
@@ -81,7 +98,7 @@ class FleetPolicy:
                 await self._update_shared(nodes, folder, version)
             else:
                 await self._all("update_weights", folder=str(folder), version=version)
-            self._wanted.version, self._wanted.folder = version, folder
+            self._wanted.version, self._wanted.folder, self._wanted.announced = version, folder, False
             for late in [node for node in self._nodes() if node not in nodes]:
                 await self.apply(late)
 
@@ -101,11 +118,12 @@ class FleetPolicy:
         await _each(self._nodes(), name, **args)
 
 
-async def _each(nodes: list[RemoteNode], name: str, /, **args: object) -> None:
-    """Call every node. A node that is lost meanwhile is brought up to date when it returns."""
+async def _each(nodes: list[RemoteNode], name: str, /, **args: object) -> list[Any]:
+    """Call every node; returns their answers. A node that is lost meanwhile is brought up to date when it returns."""
     outcomes = await asyncio.gather(*(node.call(name, **args) for node in nodes), return_exceptions=True)
     for node, outcome in zip(nodes, outcomes, strict=True):
         if isinstance(outcome, NodeLost):
             log.warning("node %s was lost during %s", node.name, name)
         elif isinstance(outcome, BaseException):
             raise outcome
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]

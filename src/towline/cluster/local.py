@@ -155,6 +155,9 @@ class NodeRunner:
     async def resume(self, version: int | None) -> None:
         await self.node.resume(version)
 
+    async def announce(self, version: int | None) -> int:
+        return await self.node.announce(version)
+
     async def update_weights(self, folder: Path, version: int) -> None:
         await self.node.update_weights(folder, version)
 

@@ -67,6 +67,7 @@ class NodeHost:
             "pause": self._pause,
             "resume": runner.resume,
             "update_weights": self._update_weights,
+            "announce": runner.announce,
         }
         runner.watch_sessions(self._session_changed)
         runner.watch_breakers(self._breaker_changed)

@@ -277,6 +277,13 @@ class Runner(Protocol):
 
     async def resume(self, version: int | None) -> None: ...
 
+    async def announce(self, version: int | None) -> int:
+        """Note that a trainer has replaced the weights of the engines by its own means; returns the version.
+
+        With `None`, the version is the one that the engines themselves report. Nothing is paused.
+        """
+        ...
+
     async def update_weights(self, folder: Path, version: int) -> None: ...
 
     def report_demand(self, waiting: int) -> None:

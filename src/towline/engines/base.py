@@ -34,6 +34,7 @@ __all__ = [
     "MOVED",
     "TRUNCATED",
     "AcceptsImages",
+    "AnnouncesVersions",
     "CaptureLevel",
     "ContextExceeded",
     "Engine",
@@ -50,6 +51,7 @@ __all__ = [
     "ReportsOutages",
     "Sample",
     "SampleRequest",
+    "labelled",
 ]
 
 MOVED = "moved"
@@ -145,6 +147,8 @@ class Sample:
     """How many prompt tokens the model was conditioned on; the gateway compares it with what it sent."""
     cached_tokens: int = 0
     """How many of them came from a key-value cache."""
+    mixed_cache: int = 0
+    """How many sampled tokens have a context that may have been computed under older weights (`weight_labels.py`)."""
     stop_string: str | None = None
     flags: tuple[str, ...] = ()
     """What a trainer must know (`truncated_sampling`, …)."""
@@ -193,6 +197,11 @@ class EngineInfo:
     details: dict[str, str] = field(default_factory=dict)
 
 
+def labelled(info: EngineInfo) -> bool:
+    """Whether the server labels its weights, so that a restart cannot go unnoticed."""
+    return info.details.get("weight_label", "not reported") != "not reported"
+
+
 @runtime_checkable
 class Engine(Protocol):
     """One inference back end."""
@@ -235,6 +244,23 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release everything; turns in flight are aborted."""
+        ...
+
+
+@runtime_checkable
+class AnnouncesVersions(Protocol):
+    """An engine whose weights a trainer may replace by its own means, while it samples."""
+
+    async def announce(self, version: int | None) -> int:
+        """Note that the weights are now those of `version`; with `None`, of the version that the server itself reports.
+
+        Nothing is paused: turns in flight continue. Returns the version; raises `EngineError` if the server reports later
+        weights, or none with `None`.
+        """
+        ...
+
+    async def same_weights(self) -> bool:
+        """Whether the server still samples as when it was last probed: False also if that is not known."""
         ...
 
 

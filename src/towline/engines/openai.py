@@ -30,6 +30,7 @@ from towline.engines.base import CaptureLevel, ContextExceeded, EngineInfo, Engi
 from towline.engines.remote import ActiveTurn, HttpEngine, event_error, remaining_tokens
 from towline.engines.validation import check_sample, logprob, parsing, token_count, token_ids
 from towline.engines.version_stamp import stamp_versions
+from towline.engines.weight_labels import MIXED_VERSIONS
 from towline.errors import EngineError
 from towline.tokens.tokenizer import Tokenizer
 
@@ -146,7 +147,7 @@ class ChatServerEngine(HttpEngine):
             return _aborted()
         answer = task.result()
         with parsing(self.url, answer):
-            sample = self._read(answer)
+            sample = self._read(answer, turn)
         return check_sample(sample, request, self.info.vocabulary)
 
     async def _answer(self, request: SampleRequest, body: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class ChatServerEngine(HttpEngine):
             body["chat_template_kwargs"] = asked.template_args
         return body
 
-    def _read(self, answer: Mapping[str, Any]) -> Sample:
+    def _read(self, answer: Mapping[str, Any], turn: ActiveTurn) -> Sample:
         choice = answer["choices"][0]
         reason = choice.get("finish_reason")
         if reason not in _FINISH:
@@ -214,6 +215,8 @@ class ChatServerEngine(HttpEngine):
             if all(id is not None for id in known) and len(known) + 1 >= sampled:
                 ids = np.asarray(known, np.int32)
                 flags.append("ids_from_text")
+        if turn.version != self._version:
+            flags.append(MIXED_VERSIONS)
         logprobs = np.asarray([value for _, value in reported], np.float32)
         if len(logprobs) != len(ids):
             if self._capture is CaptureLevel.TOKENS:
@@ -223,7 +226,7 @@ class ChatServerEngine(HttpEngine):
         return Sample(
             ids,
             logprobs,
-            stamp_versions(len(ids), self._version),
+            stamp_versions(len(ids), turn.version),
             finish,
             prompt_tokens=len(prompt),
             cached_tokens=_cached(answer),
@@ -231,6 +234,19 @@ class ChatServerEngine(HttpEngine):
             prompt=prompt,
             reply=_reply(choice["message"], finish),
         )
+
+    async def announce(self, version: int | None) -> int:
+        """Turns that begin from here on have this version; those in flight are flagged, since they may be of both."""
+        if version is None or version < self._version:
+            reason = (
+                "reports no version of its weights: announce a number" if version is None else "only gets newer weights"
+            )
+            raise EngineError(f"{self.url} {reason} (it is at {self._version})")
+        self._version = version
+        return version
+
+    async def same_weights(self) -> bool:
+        return False
 
     async def update_weights(self, folder: Path, version: int) -> None:
         raise EngineError("a chat server's weights cannot be replaced from here: pause, replace them there, resume")

@@ -5,8 +5,8 @@ read as a stream, token by token, into an `ActiveTurn`. Whatever ends it early l
 returns it with `Finish.ABORT`, a lost server raises `EngineUnreachable` with it. Cancelling a stream closes its
 connection, which is how the server learns that the turn is over.
 
-Invariant: weights change only while nothing is in flight, so all tokens of a turn have one policy version (stamped in
-`ActiveTurn.sample`, `version_stamp.py`), unless the server itself reports otherwise.
+Invariant: weights that are pushed from here change only while nothing is in flight. A trainer may replace them by its own
+means at any time: then the labels that the server reports tell each token's version (`labelled.py`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from towline.engines.base import (
 from towline.engines.stalls import PauseGate, PauseState
 from towline.engines.validation import InvalidResponse, check_sample, excerpt
 from towline.engines.version_stamp import stamp_versions
+from towline.engines.weight_labels import MIXED_CACHE, mixed_cache_tokens
 from towline.errors import EngineError
 
 _MAX_LINE = 2**24
@@ -129,7 +130,7 @@ class ActiveTurn:
 
     request: SampleRequest
     version: int
-    """Policy version of the weights when the turn began."""
+    """Policy version of the weights when the turn began, and of the prefix cache that it may read."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -139,22 +140,38 @@ class ActiveTurn:
     """Number of prompt tokens, as the server counted them."""
     cached_tokens: int = 0
     stop_string: str | None = None
+    flags: tuple[str, ...] = ()
     vocabulary: int = 0
     """Size of the vocabulary; 0 if unknown."""
     task: asyncio.Task[Any] | None = None
 
+    def drop(self) -> None:
+        """Forget what has arrived: it comes from other weights than those that were expected."""
+        self.ids.clear()
+        self.logprobs.clear()
+        self.versions.clear()
+
+    def stamp(self, versions: Sequence[int]) -> None:
+        """Note the versions of tokens that have just arrived."""
+        if len(self.versions) + len(versions) == len(self.ids):
+            self.versions += versions
+
     def sample(self) -> Sample:
         """What has arrived, each token stamped with its policy version; a turn that has not ended was aborted."""
         request = self.request
+        versions = stamp_versions(len(self.ids), self.version, self.versions)
+        mixed = mixed_cache_tokens(versions, self.version, self.cached_tokens)
+        truncated = request.top_p < 1.0 or request.top_k > 0
         return Sample(
             ids=np.array(self.ids, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
-            versions=stamp_versions(len(self.ids), self.version, self.versions),
+            versions=versions,
             finish=self.finish or Finish.ABORT,
             prompt_tokens=len(request.prompt) if self.prompt_tokens is None else self.prompt_tokens,
             cached_tokens=self.cached_tokens,
+            mixed_cache=mixed,
             stop_string=self.stop_string,
-            flags=(TRUNCATED,) if request.top_p < 1.0 or request.top_k > 0 else (),
+            flags=((TRUNCATED,) if truncated else ()) + ((MIXED_CACHE,) if mixed else ()) + self.flags,
         )
 
 

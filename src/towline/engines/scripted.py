@@ -206,6 +206,16 @@ class ScriptedEngine:
             self._version = version
         self._gate.set()
 
+    async def announce(self, version: int | None) -> int:
+        """Tokens from here on have this version; with `None`, the version stays."""
+        if version is not None and version < self._version:
+            raise EngineError(f"the script is at version {self._version}, later than the announced version {version}")
+        self._version = self._version if version is None else version
+        return self._version
+
+    async def same_weights(self) -> bool:
+        return True
+
     async def ready(self) -> None:
         await self._gate.wait()
 

@@ -5,8 +5,9 @@ SGLang keeps what it has sampled of an aborted turn and returns it, so a turn is
 send all tokens of the turn again with every new one. Without the stream, what a dying server had sampled is lost and
 sampled again. The server applies stop strings itself.
 
-Invariant: the server reports the label of its weights with every response. A response under another label than the one it
-was given comes from a server that has been restarted, which counts as lost.
+Invariant: the server reports the label of its weights with every response, newer ones as spans of tokens; they are followed
+(`labelled.py`). A trainer may pause the server for its own updates, when `/health` answers 503: only a scheduler that does
+not answer is dead.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import orjson
 
 from towline.common.background import BackgroundTasks
 from towline.conversation import Finish
-from towline.engines.base import CaptureLevel, EngineInfo, EngineLoad, EngineUnreachable, Ids, PauseMode, SampleRequest
-from towline.engines.remote import ActiveTurn, HttpStatusError, RemoteEngine, parse_json
+from towline.engines.base import CaptureLevel, EngineInfo, EngineLoad, Ids, PauseMode, SampleRequest
+from towline.engines.labelled import LabelledEngine
+from towline.engines.remote import ActiveTurn, HttpStatusError, parse_json
 from towline.engines.server_checks import (
     ProbeAnswer,
     PushedWeights,
@@ -35,6 +37,7 @@ from towline.engines.server_checks import (
     vocabulary,
 )
 from towline.engines.validation import InvalidResponse, excerpt, logprob, parsing, token_count, token_id
+from towline.engines.weight_labels import label_spans
 from towline.errors import EngineError
 
 _TEMPERATURE = 0.5
@@ -50,15 +53,13 @@ _RESERVED_TOKENS = 8
 """Tokens of the context that the server reserves, if it does not report the rest."""
 
 
-class SglangEngine(RemoteEngine):
+class SglangEngine(LabelledEngine):
     def __init__(
         self, url: str, *, model: str = "", api_key: str = "", timeout: float = 3600.0, patience: float = 60.0
     ):
         """`model`: the path or name that the server must serve; default: any."""
         super().__init__(url, api_key=api_key, timeout=timeout, patience=patience)
         self._model = model
-        self._label: str | None = None
-        """The label of the weights that the server must have; None if it does not report labels."""
         self._streams = False
         self._seeds = False
         self._exact = False
@@ -67,7 +68,6 @@ class SglangEngine(RemoteEngine):
         self._request_ids: dict[ActiveTurn, str] = {}
         self._aborts = BackgroundTasks()
         self._pushed: PushedWeights | None = None
-        self._probe_answer: ProbeAnswer | None = None
 
     async def start(self) -> None:
         model = await self._get_either("/get_model_info", "/model_info")
@@ -77,7 +77,8 @@ class SglangEngine(RemoteEngine):
             raise EngineError(f"{self.url} serves {path}, which does not generate")
         if self._model and self._model not in (path, server.get("served_model_name")):
             raise EngineError(f"{self.url} serves {path}, not {self._model}")
-        self._set_label(model.get("weight_version"))
+        label = model.get("weight_version")
+        self._note_start(None if label is None else str(label))
         self._streams = bool(server.get("incremental_streaming_output") or server.get("stream_output"))
         self._seeds = bool(server.get("enable_deterministic_inference"))
         self._exact = str(server.get("dtype")) == "float32"
@@ -92,10 +93,10 @@ class SglangEngine(RemoteEngine):
             "logprobs": "processed",
             "prefix_caching": "off" if server.get("disable_radix_cache") else "on",
             "streams": "yes" if self._streams else "no",
-            "weight_label": self._label or "not reported",
+            "weight_label": self._labels.current or "not reported",
         }
         self._info = EngineInfo("sglang", CaptureLevel.TOKENS, context, vocabulary(path), details)
-        self._probe_answer = await self._probe()
+        self._probe_answer = await self._probe(self._salt)
 
     async def _get_either(self, path: str, newer: str) -> dict[str, Any]:
         """The response of a route that later versions have renamed."""
@@ -106,14 +107,22 @@ class SglangEngine(RemoteEngine):
                 raise
         return parse_json(await self._get(newer), self.url + newer)
 
-    def _set_label(self, reported: object) -> None:
-        """Note the label of the server's weights at start: a number is a version, any other word a name of its own."""
-        self._label = None if reported is None else str(reported)
-        if self._label is not None and self._label.isdigit():
-            self._version = int(self._label)
-        elif self._label is not None and self._version:
-            # It was given weights from here and has lost them.
-            self._version = 0
+    async def _read_label(self) -> str | None:
+        label = (await self._get_either("/get_model_info", "/model_info")).get("weight_version")
+        return None if label is None else str(label)
+
+    async def _write_label(self, version: int) -> None:
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def healthy(self) -> bool:
+        """Whether the scheduler answers. `/health` samples a token, which a server that its trainer has paused does not."""
+        try:
+            await self.load()
+        except HttpStatusError:
+            return await super().healthy()
+        except EngineError:
+            return False
+        return True
 
     async def _context(self, server: Mapping[str, Any]) -> int:
         if server.get("max_req_input_len"):
@@ -173,25 +182,20 @@ class SglangEngine(RemoteEngine):
         try:
             if self._streams:
                 async for event in self._stream("/generate", body | {"stream": True}):
-                    self._record(turn, event)
+                    await self._record(turn, event)
             else:
                 request.not_streamed()
-                self._record(turn, await self._generate(body))
+                await self._record(turn, await self._generate(body))
         except asyncio.CancelledError:
             self._abort_later(rid)
             raise
         finally:
             del self._request_ids[turn]
 
-    @property
-    def _salt(self) -> str:
-        """Part of the server's cache key: no keys or values cross versions, however the weights are replaced."""
-        return f"towline-weights-{self._version}"
-
     async def _generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return parse_json(await self._post("/generate", body, long=True), f"{self.url}/generate")
 
-    def _record(self, turn: ActiveTurn, event: Mapping[str, Any]) -> None:
+    async def _record(self, turn: ActiveTurn, event: Mapping[str, Any]) -> None:
         """Add what a response reports of the turn."""
         meta = event.get("meta_info")
         if not isinstance(meta, Mapping):
@@ -199,12 +203,11 @@ class SglangEngine(RemoteEngine):
                 f"{self.url}/generate answered without meta_info: is it SGLang? The response begins: {excerpt(event)}"
             )
         label = meta.get("weight_version")
-        if label is not None and self._label is not None and str(label) != self._label:
-            raise EngineUnreachable(
-                f"{self.url} has the weights {label!r} in place of {self._label!r}: it was restarted"
-            )
         with parsing(f"{self.url}/generate", event):
             count = read_meta(meta, turn)
+            spans = label_spans(meta.get("weight_versions"))
+        with parsing(f"{self.url}/generate", event):
+            await self._stamp(turn, count, None if label is None else str(label), spans, streamed=self._streams)
         self.stats.decoded_tokens += count
         turn.request.tokens_arrived(count)
 
@@ -247,10 +250,10 @@ class SglangEngine(RemoteEngine):
     # Weights
 
     async def resume(self, version: int | None = None) -> None:
-        if version is not None and self._label is not None and str(version) != self._label:
+        if version is not None and self._labels.current not in (None, str(version)):
             # The weights were loaded by other means: from here on their label is this version.
-            await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-            self._label = str(version)
+            await self._write_label(version)
+            self._labels.note(str(version), version)
         await super().resume(version)
 
     async def _stop(self, mode: PauseMode, deadline: float | None) -> None:
@@ -277,11 +280,12 @@ class SglangEngine(RemoteEngine):
                 await self._post("/continue_generation", {})
         if not done.get("success"):
             raise EngineError(f"{self.url} did not load the weights of {folder}: {done.get('message')}")
-        label = (await self._get_either("/get_model_info", "/model_info")).get("weight_version")
-        if label is not None and str(label) != str(version):
+        label = await self._read_label()
+        if label not in (None, str(version)):
             raise EngineError(f"{self.url} loaded the weights of version {version} but labels them {label!r}")
-        self._label = None if label is None else str(label)
-        after = await self._probe()
+        if label is not None:
+            self._labels.note(label, version)
+        after = await self._probe(f"towline-weights-{version}")
         proof = await asyncio.to_thread(
             check_update,
             self.url,
@@ -294,11 +298,12 @@ class SglangEngine(RemoteEngine):
         self._pushed, self._probe_answer = pushed, after
         self.info.details["weights_proven_by"] = proof.value
 
-    async def _probe(self) -> ProbeAnswer:
-        """A greedy response to a fixed prompt."""
+    async def _probe(self, salt: str) -> ProbeAnswer:
         prompt = probe_prompt(self.info.context, seed=1)
         turn = ActiveTurn(SampleRequest(prompt, _PROBE_TOKENS, temperature=0.0), 0)
-        self._record(turn, await self._generate(generate_body(prompt, _PROBE_TOKENS, 0.0)))
+        answer = await self._generate(generate_body(prompt, _PROBE_TOKENS, 0.0) | {"extra_key": salt})
+        with parsing(f"{self.url}/generate", answer):
+            read_meta(answer["meta_info"], turn)
         ids, logprobs = np.array(turn.ids, np.int32), np.array(turn.logprobs, np.float32)
         return ProbeAnswer(prompt, ids, logprobs, turn.cached_tokens)
 

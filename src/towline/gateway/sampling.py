@@ -132,6 +132,7 @@ def _joined(parts: Sequence[Sample]) -> Sample:
         finish=parts[-1].finish,
         prompt_tokens=prompted.prompt_tokens,
         cached_tokens=prompted.cached_tokens,
+        mixed_cache=sum(part.mixed_cache for part in parts),
         stop_string=parts[-1].stop_string,
         flags=tuple(dict.fromkeys(["resumed", *(flag for part in parts for flag in part.flags)])),
         prompt=prompted.prompt,

@@ -244,6 +244,8 @@ class TurnExecutor:
         node.versions = np.ascontiguousarray(sampled.versions, np.int32)
         node.flags += [flag for flag in sampled.flags if flag not in node.flags]
         node.meta["cached_tokens"] = sampled.cached_tokens
+        if sampled.mixed_cache:
+            node.meta["mixed_cache"] = sampled.mixed_cache
         tools = request.tools + request.shown
         before = node.parent if node.resumes else None
         codec = self._routes[node.engine].codec

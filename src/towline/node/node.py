@@ -27,7 +27,7 @@ from prometheus_client import Metric
 from towline.common.text import slug
 from towline.config import NodeSettings
 from towline.config.images import ImageSettings
-from towline.engines.base import ContextExceeded, PauseMode
+from towline.engines.base import AnnouncesVersions, ContextExceeded, PauseMode
 from towline.engines.pool import EnginePool
 from towline.errors import EngineError, TowlineError
 from towline.gateway.gateway import Gateway
@@ -223,6 +223,15 @@ class RolloutNode:
 
     async def resume(self, version: int | None = None) -> None:
         await self._gateway.engine.resume(version)
+
+    async def announce(self, version: int | None) -> int:
+        """Note that the policy's weights were replaced by other means; returns their version."""
+        engine = self._gateway.engine
+        if isinstance(engine, AnnouncesVersions):
+            return await engine.announce(version)
+        if version in (None, engine.version):
+            return engine.version
+        raise EngineError(f"the weights of engine {engine.info.name} are replaced through update_weights only")
 
     async def update_weights(self, folder: Path, version: int) -> None:
         await self._gateway.engine.update_weights(folder, version)

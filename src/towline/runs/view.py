@@ -131,6 +131,7 @@ def fidelity_panel(report: FidelityReport) -> Panel:
         "plain server": f"{difference} would differ" if report.plain_difference is not None else difference,
         "special text": f"{report.special_text:,}   malformed calls {report.malformed_calls:,}",
         **({"calls as text": f"{report.calls_as_text:,} turns"} if report.calls_as_text else {}),
+        **({"mixed cache": f"{report.mixed_cache:,} tokens after a push of weights"} if report.mixed_cache else {}),
     }
     grid = _grid()
     for name, value in rows.items():

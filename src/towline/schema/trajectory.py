@@ -75,6 +75,8 @@ class FidelityReport(Model):
     """Turns in no row because the engine did not report what the model saw in place of an image."""
     images: Count = 0
     """Images in the rows."""
+    mixed_cache: Count = 0
+    """Sampled tokens whose context may have been computed under older weights, by a trainer that pushes without a pause."""
     untrained_tokens: dict[str, Count] = Field(default_factory=dict)
     """Tokens sampled by the policy that no row trains, by role or other reason."""
     main_tokens: Count = 0

@@ -113,6 +113,9 @@ class Turn(Model):
     """The images in `suffix`."""
     reply: Json = Field(default_factory=dict)
     cached_tokens: Count = 0
+    mixed_cache: Count = 0
+    """Sampled tokens whose context may have been computed under older weights than the tokens: their logprobs are what was
+    sampled from, but a forward pass under one version gives others."""
     started: float = 0.0
     """Unix time."""
     seconds: float = 0.0

@@ -81,8 +81,11 @@ class PolicyController:
                 # Sampling from other weights under this version would be a wrong label that no consumer can notice.
                 log.error("sampling is paused: the weights of version %d cannot be loaded: %s", stored.version, error)
                 self._without_weights = True
-        elif stored.version != self.runner.version:
+        elif stored.version > self.runner.version:
             await self.runner.resume(stored.version)
+        elif stored.version < self.runner.version:
+            # A trainer has pushed weights while no server ran.
+            self._stored.version = self.runner.version
         if self.now.paused:
             await self.runner.pause(PauseMode.ABORT, None)
 
@@ -108,6 +111,22 @@ class PolicyController:
             if version is not None and version != self._stored.version:
                 self._stored.version, self._stored.folder = version, ""
             self._stored.paused = self._without_weights = False
+            return await self._save()
+
+    async def announce(self, version: int | None) -> Policy:
+        """Note that the trainer has replaced the weights of the engines by its own means; sampling continues.
+
+        With `None`, the version is the one that the engines report.
+        """
+        async with self._changing:
+            self._check(version)
+            try:
+                reached = await self.runner.announce(version)
+            except TowlineError as error:
+                raise ResourceConflict(f"the engines cannot have this version: {error}", field="version") from error
+            if reached > self._stored.version:
+                self._stored.version, self._stored.folder = reached, ""
+                self._without_weights = False
             return await self._save()
 
     async def update_weights(self, folder: Path, version: int) -> Policy:

@@ -1,9 +1,11 @@
 """A stand-in for an SGLang server: its documented native protocol over the embedded engine.
 
-Routes, fields and their meaning are those of SGLang's documents ("Native APIs", "Sampling Parameters", "SGLang for RL
-Systems"): `/generate` with `input_ids`, `meta_info` with logprobs as `[logprob, id, text]`, a finish reason with what
-matched, aborts that answer with what there is, pauses, and weights from disk under a label that every answer carries.
-It can be told to misbehave in the ways that a real server does.
+It is no SGLang, which has no build for CPUs. Routes, fields and their meaning are those of SGLang's documents and of the
+source of its release 0.5.23: `/generate` with `input_ids`, unknown fields ignored; `meta_info` with logprobs as `[logprob, id,
+text]`, a finish reason with what matched, the label of the weights, and with the last tokens the spans that each label sampled
+(`srt/utils/weight_versions.py`); aborts that answer with what there is; pauses in the modes `abort`, `in_place` and `retract`,
+during which `/health` answers 503 after its time is up while the scheduler answers `/v1/loads` (`entrypoints/http_server.py`); and
+weights from disk, or from the trainer's own transport (`push`). It can be told to misbehave in the ways that a real server does.
 
 Run as a program (`python sglang_stand_in.py FOLDER PORT [incremental]`) it serves a model folder until it is killed.
 """
@@ -23,7 +25,7 @@ import torch
 from aiohttp import web
 
 from towline.conversation import Finish
-from towline.engines.base import SampleRequest
+from towline.engines.base import Sample, SampleRequest
 from towline.engines.embedded import EmbeddedEngine, load_decoder
 
 SAMPLING = {
@@ -35,7 +37,7 @@ GENERATE = {
     *("text", "input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"),
     *("token_ids_logprob", "return_text_in_logprobs", "stream", "extra_key"),
 }
-"""The arguments that it knows; others are refused, as the real one does."""
+"""The arguments that it knows; others are ignored, as the real one does, and noted in `unknown`."""
 
 
 @dataclass
@@ -56,6 +58,10 @@ class SglangStandIn:
     older: bool = False
     """Without `/v1/loads`, with the routes that begin with `get_` only."""
     tells_label: bool = True
+    tells_spans: bool = True
+    """Whether finished turns carry `weight_versions`; older releases do not."""
+    unknown: set[str] = field(default_factory=set)
+    """Arguments that it was given and does not know."""
 
     forgets_update: bool = False
     """Reports success without loading the weights."""
@@ -79,8 +85,11 @@ class SglangStandIn:
     def __post_init__(self) -> None:
         self.engine = EmbeddedEngine(self.folder, context=self.context, max_batch=64, threads=1)
         self.decoder = load_decoder(self.folder)
-        self._go = asyncio.Event()
+        self._go, self._idle = asyncio.Event(), asyncio.Event()
         self._go.set()
+        self._idle.set()
+        self._computing = 0
+        """Chunks that are being computed."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=2**26, middlewares=[self._door])
@@ -126,7 +135,8 @@ class SglangStandIn:
     # Server information
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self.status == 200 else 503)
+        # The real one samples a token for this answer, which a paused one does not.
+        return web.Response(status=200 if self.status == 200 and self._go.is_set() else 503)
 
     async def _model_info(self, _: web.Request) -> web.Response:
         told = {"model_path": str(self.folder), "tokenizer_path": str(self.folder), "is_generation": True}
@@ -147,10 +157,14 @@ class SglangStandIn:
         return web.json_response({"object": "list", "data": [card]})
 
     async def _get_load(self, _: web.Request) -> web.Response:
+        if self.status != 200:
+            return _error("the scheduler is gone", self.status)
         rank = {"dp_rank": 0, "num_reqs": len(self.running), "num_waiting_reqs": 0}
         return web.json_response([rank | {"num_tokens": 1024 * len(self.running)}])
 
     async def _loads(self, _: web.Request) -> web.Response:
+        if self.status != 200:
+            return _error("the scheduler is gone", self.status)
         rank = {"dp_rank": 0, "num_running_reqs": len(self.running), "num_waiting_reqs": 0}
         return web.json_response({"loads": [rank | {"token_usage": len(self.running) / 64}]})
 
@@ -160,12 +174,12 @@ class SglangStandIn:
         body = await http.json()
         self.bodies.append(body)
         params = body.get("sampling_params") or {}
-        unknown = (body.keys() - GENERATE) | (params.keys() - SAMPLING)
+        self.unknown |= (body.keys() - GENERATE) | (params.keys() - SAMPLING)
         ids, rid = body["input_ids"], body.get("rid") or f"unnamed-{len(self.bodies)}"
         if self.status != 200:
             return _error("the scheduler is gone", self.status)
-        if unknown or rid in self.running:
-            return _error(f"unexpected {sorted(unknown)}" if unknown else f"Duplicate request ID detected: {rid}")
+        if rid in self.running:
+            return _error(f"Duplicate request ID detected: {rid}")
         if len(ids) + params["max_new_tokens"] > self.context:
             return _error(f"Requested token count exceeds the model's maximum context length of {self.context} tokens.")
         self.running[rid] = False
@@ -213,7 +227,8 @@ class SglangStandIn:
         ids: list[int] = []
         logprobs: list[float] = []
         cached: int | None = None
-        label, stops = self.label, params.get("stop") or []
+        stops = params.get("stop") or []
+        labels: list[str] = []
         finish: dict[str, Any] | None = None
         while finish is None:
             left = params["max_new_tokens"] - len(ids)
@@ -226,25 +241,41 @@ class SglangStandIn:
                 frozenset(params.get("stop_token_ids") or ()),
                 id=rid,
             )
+            if not self.running[rid]:
+                await self._go.wait()
             if self.running[rid]:
                 finish = {"type": "abort", "message": "Aborted"}
             else:
-                sample = await self.engine.sample(request)
+                sample = await self._sample(request)
                 if cached is None:
                     cached = sample.cached_tokens if body.get("extra_key") in self.keys else 0
                 self.keys.add(body.get("extra_key"))
                 ids += sample.ids.tolist()
                 logprobs += sample.logprobs.tolist()
+                labels += [self.label] * len(sample.ids)
                 self.sampled[rid] = len(ids)
                 await asyncio.sleep(self.pace)
                 finish = self._ended(sample.finish, ids, stops, left - len(sample.ids))
             meta: dict[str, Any] = {"id": rid, "finish_reason": finish, "prompt_tokens": len(prompt)}
             meta |= {"completion_tokens": len(ids), "cached_tokens": cached if self.radix and cached else 0}
-            meta |= {"weight_version": label} if self.tells_label else {}
+            meta |= {"weight_version": self.label} if self.tells_label else {}
+            if finish is not None and self.tells_label and self.tells_spans:
+                spans = _spans(labels) or [{"version": self.label, "start": 0, "end": 0}]
+                meta |= {"weight_versions": spans, "weight_version": spans[-1]["version"]}
             if body.get("return_logprob"):
                 meta["output_token_logprobs"] = [[lp, id, None] for lp, id in zip(logprobs, ids, strict=True)]
                 meta |= self._beside([*prompt, *ids[:-1]], body, params["temperature"])
             yield {"text": self.decode(ids), "output_ids": list(ids), "meta_info": meta}
+
+    async def _sample(self, request: SampleRequest) -> Sample:
+        self._computing += 1
+        self._idle.clear()
+        try:
+            return await self.engine.sample(request)
+        finally:
+            self._computing -= 1
+            if not self._computing:
+                self._idle.set()
 
     def _ended(self, finish: Finish, ids: list[int], stops: list[str], left: int) -> dict[str, Any] | None:
         text = self.decode(ids)
@@ -280,10 +311,9 @@ class SglangStandIn:
     # Weights
 
     async def _pause(self, http: web.Request) -> web.Response:
-        assert (await http.json())["mode"] == "abort"
         self._go.clear()
         for rid in self.running:
-            self.running[rid] = True
+            self.running[rid] = self.running[rid] or (await http.json()).get("mode", "abort") == "abort"
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, _: web.Request) -> web.Response:
@@ -304,12 +334,33 @@ class SglangStandIn:
         told = f"Succeeded to update model weights. Weight version updated to {self.label}."
         return web.json_response({"success": True, "message": told, "num_paused_requests": 0})
 
+    async def push(self, folder: Path, label: str | None, mode: str = "in_place") -> None:
+        """What a trainer does by its own means: pause, replace the weights, label them, continue. Turns that are not
+        aborted continue on their old keys and values, as with SGLang's mode `in_place`."""
+        self._go.clear()
+        for rid in self.running:
+            self.running[rid] = self.running[rid] or mode == "abort"
+        await self._idle.wait()
+        await self.engine.update_weights(folder, self.engine.version + 1)
+        self.decoder = load_decoder(folder)
+        self.label = self.label if label is None else label
+        self._go.set()
+
     async def _relabel(self, http: web.Request) -> web.Response:
         self.label = (await http.json())["new_version"]
         return web.json_response({"success": True, "new_version": self.label})
 
     async def _flush(self, _: web.Request) -> web.Response:
         return web.Response(status=400 if self.running else 200, text="Cache flushed.\n")
+
+
+def _spans(labels: list[str]) -> list[dict[str, Any]]:
+    spans: list[dict[str, Any]] = []
+    for place, label in enumerate(labels):
+        if not spans or spans[-1]["version"] != label:
+            spans.append({"version": label, "start": place, "end": place})
+        spans[-1]["end"] = place + 1
+    return spans
 
 
 def _error(message: str, status: int = 400) -> web.Response:

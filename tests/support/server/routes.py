@@ -24,6 +24,7 @@ ROUTES: list[tuple[str, str, Any, set[str]]] = [
     ("GET", "/v1/policy", None, {S, C, A}),
     ("POST", "/v1/policy/pause", {}, {A}),
     ("POST", "/v1/policy/resume", {}, {A}),
+    ("POST", "/v1/policy/version", {}, {A}),
     ("POST", "/v1/policy/weights", {"folder": "/none", "version": 1}, {A}),
     ("GET", "/v1/nodes", None, {S, C, A}),
     ("POST", "/v1/nodes/{name}/drain", None, {A}),

@@ -4,6 +4,9 @@ A replica leaves at the first call that finds it unreachable, or when its health
 current weights, or not at all: once it answers again it is given the weights, inspected again, paused if the pool is
 paused, and only then serves. While it serves, the load that it reports sets its concurrency limit.
 
+Weights that a trainer pushed by its own means cannot be given again: a replica comes back with them if its label says that
+it has them, or if it samples as it did before it left, and else after the trainer's next push.
+
 A weight update succeeds if at least one replica takes the weights: then they are the pool's. If none does, the pool stays
 at those it had. A replica that could not take them leaves, and comes back with whatever the pool's weights are then.
 """
@@ -16,7 +19,16 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from towline.engines.base import Engine, EngineInfo, EngineUnreachable, PauseMode, ReportsHealth, ReportsLoad
+from towline.engines.base import (
+    AnnouncesVersions,
+    Engine,
+    EngineInfo,
+    EngineUnreachable,
+    PauseMode,
+    ReportsHealth,
+    ReportsLoad,
+    labelled,
+)
 from towline.engines.pool.dispatch import Dispatcher
 from towline.engines.pool.replica import PoolWeights, Replica, combine_infos
 from towline.errors import EngineError
@@ -212,6 +224,25 @@ class PoolMembership:
                 raise EngineError(f"no replica took the weights of version {weights.version}: {reasons}")
             self.version = weights.version
 
+    async def announce(self, version: int | None) -> int:
+        """Announce a version to every replica that serves, and return it; with `None`, the highest that one reports.
+
+        A replica that cannot have these weights leaves; if none can, it is an error and all stay.
+        """
+        serving = self.serving
+        outcomes = await asyncio.gather(*(r.call(_announce(r, version)) for r in serving), return_exceptions=True)
+        failed = {r: o for r, o in zip(serving, outcomes, strict=True) if isinstance(o, BaseException)}
+        reached = [o for o in outcomes if isinstance(o, int)]
+        for error in failed.values():
+            if not isinstance(error, EngineError):
+                raise error
+        if not reached:
+            reasons = "; ".join(f"{replica.name}: {error}" for replica, error in failed.items()) or self.problems()
+            raise EngineError(f"no replica takes the announced version: {reasons}")
+        for replica, error in failed.items():
+            self.remove(replica, str(error))
+        return max(reached)
+
     async def _load_on(self, replicas: list[Replica], weights: PoolWeights) -> dict[Replica, BaseException]:
         """Load the weights on all replicas at once; returns the failures."""
         assert weights.folder is not None
@@ -223,6 +254,12 @@ class PoolMembership:
             replica.updating = False
         self.wake_monitors()
         return {r: o for r, o in zip(replicas, outcomes, strict=True) if isinstance(o, BaseException)}
+
+
+async def _announce(replica: Replica, version: int | None) -> int:
+    if not isinstance(replica.engine, AnnouncesVersions):
+        raise EngineError("its weights cannot be replaced by other means than a folder")
+    return await replica.engine.announce(version)
 
 
 async def _kept_weights(engine: Engine, error: BaseException) -> bool:
@@ -330,20 +367,35 @@ class ReplicaMonitor:
     async def _prepare(self, weights: PoolWeights) -> None:
         """Bring the replica to the given weights, or raise `EngineError`."""
         replica, engine = self.replica, self.replica.engine
-        # Whatever paused it, here or on the server, is over.
+        # A pause from here is over.
         await engine.resume()
-        if replica.info is None or weights.folder is None:
+        if weights.pushed:
+            await self._recognise(weights)
+        elif replica.info is None or weights.folder is None:
             await engine.start()
         if weights.folder is not None:
             await engine.update_weights(weights.folder, weights.version)
             replica.weights_unknown = False
             # It may have been restarted with other options: inspect it again.
             await engine.start()
-        if weights.folder is None and (weights.pushed or replica.weights_unknown):
+        if weights.folder is None and not weights.pushed and replica.weights_unknown:
             raise EngineError(
                 f"it answers, but the weights of version {weights.version} were not loaded from a folder, so the replica "
                 "waits for the next folder update"
             )
-        if engine.version != weights.version:
+        if engine.version != weights.version and not weights.pushed:
             raise EngineError(f"it answers, but with weights of version {engine.version}, not {weights.version}")
         self.members.check(replica)
+
+    async def _recognise(self, weights: PoolWeights) -> None:
+        """Start the replica if it has the weights that a trainer pushed, by its label or by how it samples."""
+        engine = self.replica.engine
+        same = isinstance(engine, AnnouncesVersions) and self.replica.info is not None and await engine.same_weights()
+        await engine.start()
+        if engine.version < weights.version and same:
+            await engine.resume(weights.version)
+        if not (same or (engine.version >= weights.version and labelled(engine.info))):
+            raise EngineError(
+                f"it answers, but is not known to have the weights of version {weights.version}, which the trainer pushed "
+                "by its own means: it is used again after the next push that it gets and that is announced"
+            )

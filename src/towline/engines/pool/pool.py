@@ -6,7 +6,8 @@ Invariants:
   what it had not sent is sampled again (`PooledTurn`).
 - One policy version: a replica serves only with the current weights. After `update_weights` returns, no replica samples
   under an older version; one that failed the update is out until it has the weights. The version of each token is that of
-  the replica which sampled it.
+  the replica which sampled it. A trainer that pushes weights by its own means reaches one replica after the other: until
+  it announces the version, replicas serve with the weights they have, each token labelled with its own.
 
 Metrics of the replicas are read when Prometheus scrapes; the label `engine` is the replica's name.
 """
@@ -28,6 +29,7 @@ from towline.conversation import Finish, Media
 from towline.engines.base import (
     MOVED,
     AcceptsImages,
+    AnnouncesVersions,
     Engine,
     EngineInfo,
     EngineUnreachable,
@@ -111,6 +113,7 @@ class PooledTurn:
             # The last replica saw the prompt and what had been sampled after it.
             prompt_tokens=last.prompt_tokens - before,
             cached_tokens=min(first.cached_tokens, len(self.request.prompt)),
+            mixed_cache=sum(part.mixed_cache for part in self.parts),
             stop_string=last.stop_string,
             flags=tuple(dict.fromkeys([MOVED, *(flag for part in self.parts for flag in part.flags)])),
             prompt=last.prompt,
@@ -350,6 +353,20 @@ class EnginePool:
             # Turns that were cut short come before those that have not begun: let them queue first.
             await asyncio.sleep(0)
             self._members.reopen()
+
+    async def announce(self, version: int | None) -> int:
+        """Note that a trainer has replaced the weights of the replicas by its own means; nothing is paused."""
+        async with self._members.changing:
+            announced = await self._members.announce(version)
+            self._members.weights, self._members.version = PoolWeights(announced, pushed=True), announced
+            self._members.wake_monitors()
+            return announced
+
+    async def same_weights(self) -> bool:
+        engines = [replica.engine for replica in self._members.serving]
+        return bool(engines) and all(
+            [isinstance(engine, AnnouncesVersions) and await engine.same_weights() for engine in engines]
+        )
 
     async def ready(self) -> None:
         await self._gate.wait()

@@ -59,7 +59,7 @@ class PoolWeights:
     folder: Path | None = None
     """None for the weights that the replicas start with."""
     pushed: bool = False
-    """Whether they were loaded by other means than a folder: then the pool cannot give them to a replica again."""
+    """Whether a trainer loaded them by other means than a folder: then the pool cannot give them to a replica again."""
 
 
 @dataclass(slots=True)

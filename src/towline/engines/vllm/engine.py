@@ -5,15 +5,14 @@ distribution (it is refused otherwise), whether it has a prefix cache, and wheth
 `VLLM_SERVER_DEV_MODE=1`.
 
 Invariant: a request carries the policy version in its cache salt, so that no token is computed from keys and values of
-another version, and an update counts only once the server's logprobs are those of the pushed weights. A server that was
-given a version and reports a label of its own again has been restarted: it counts as lost, and what it sampled under that
-label is not kept.
+another version, and an update from here counts only once the server's logprobs are those of the pushed weights. Weights that
+a trainer pushes are followed by their labels (`labelled.py`), and what a trainer has paused is not resumed from here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -24,7 +23,8 @@ from towline.common.images import ImagePlaceholder
 from towline.conversation import Finish, Media
 from towline.engines import server_checks
 from towline.engines.base import CaptureLevel, EngineInfo, EngineLoad, EngineUnreachable, Ids, PauseMode, SampleRequest
-from towline.engines.remote import ActiveTurn, HttpStatusError, RemoteEngine, parse_json
+from towline.engines.labelled import LabelledEngine
+from towline.engines.remote import ActiveTurn, HttpStatusError, parse_json
 from towline.engines.server_checks import ProbeAnswer, PushedWeights, ServerPrecision, check_update
 from towline.engines.validation import logprob, parsing, token_count
 from towline.engines.vllm import wire
@@ -39,9 +39,10 @@ _UNPROVEN = "unproven"
 """The label of weights that did not pass the check."""
 _ABSENT = frozenset({403, 404, 405})
 """Statuses of routes that a server lacks or has disabled."""
+_BY_TRAINER = "paused by its trainer"
 
 
-class VllmEngine(RemoteEngine):
+class VllmEngine(LabelledEngine):
     def __init__(
         self, url: str, *, model: str = "", api_key: str = "", timeout: float = 3600.0, patience: float = 60.0
     ):
@@ -51,14 +52,12 @@ class VllmEngine(RemoteEngine):
         self._route = VllmRoute.GENERATE
         self._dev_mode = False
         """Whether the server can be paused and given weights."""
-        self._label = ""
-        """The server's label of its weights, as far as is known: a version, or a word of its own."""
+        self._server_paused = False
+        """Whether it was paused from here, and not resumed since."""
         self._vision: bool | None = None
         """Whether its model accepts images; None until first needed."""
         self._precision: ServerPrecision | None = None
         self._pushed: PushedWeights | None = None
-        self._probe_answer: ProbeAnswer | None = None
-        """The response to the probe under the weights in use."""
 
     async def start(self) -> None:
         version = (await self._json("/version")).get("version", "unknown")
@@ -86,6 +85,7 @@ class VllmEngine(RemoteEngine):
             "prefix_caching": await self._prefix_caching(cached, hits),
             "cached_tokens": "not reported (--enable-prompt-tokens-details)" if cached is None else "reported",
             "weight_updates": "yes" if self._dev_mode else f"no ({DEV_MODE})",
+            "weight_label": self._labels.current if self._dev_mode and self._labels.current else "not reported",
         }
         size = server_checks.vocabulary(str(served.get("root") or ""))
         self._info = EngineInfo("vllm", CaptureLevel.TOKENS, context, size, details)
@@ -102,22 +102,46 @@ class VllmEngine(RemoteEngine):
 
     async def _read_weight_label(self) -> None:
         """Find out whether the server is in dev mode, and the version of its weights: 0 before the first update."""
-        self._dev_mode, self._label = False, ""
+        self._dev_mode = False
+        label = None
         try:
-            paused = (await self._json("/is_paused")).get("is_paused")
-            label = str((await self._json("/weight_info")).get("weight_version"))
+            paused = await self._is_paused()
+            label = await self._weight_info()
         except HttpStatusError as error:
             if error.status not in _ABSENT:
                 raise
             return
-        if paused:
-            raise EngineError(
-                f"{self.url} is paused, perhaps by an interrupted weight update: if its weights are right, "
-                f"POST {self.url}/resume, else restart it"
-            )
         self._dev_mode = True
-        self._label = label
-        self._version = int(label) if label.isdigit() else 0
+        if paused:
+            raise EngineUnreachable(
+                f"{self.url} is paused, by its trainer or an interrupted weight update: it is used once it is resumed; if "
+                f"nothing else resumes it and its weights are right, POST {self.url}/resume, else restart it"
+            )
+        self._note_start(label)
+
+    async def _is_paused(self) -> bool:
+        return bool((await self._json("/is_paused")).get("is_paused"))
+
+    async def _weight_info(self) -> str:
+        return str((await self._json("/weight_info")).get("weight_version"))
+
+    async def _read_label(self) -> str | None:
+        return await self._weight_info() if self._dev_mode else None
+
+    async def _write_label(self, version: int) -> None:
+        await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def healthy(self) -> bool:
+        """Whether `/health` answers. While its trainer has it paused, turns on it do not count as stalled."""
+        if not await super().healthy():
+            return False
+        if self._dev_mode:
+            try:
+                paused = await self._is_paused()
+            except EngineError:
+                return False
+            (self.pauses.add if paused and not self._server_paused else self.pauses.remove)(_BY_TRAINER)
+        return True
 
     async def _choose_route(self, prompt: Ids) -> dict[str, Any]:
         """The first response, from the better route if the server has it."""
@@ -136,10 +160,6 @@ class VllmEngine(RemoteEngine):
             self._route, self._model, prompt, wire.sampling_params(temperature) | params, self._salt
         )
         return parse_json(await self._post(self._route, body, long=True), self.url + self._route)
-
-    @property
-    def _salt(self) -> str:
-        return f"towline-weights-{self._version}"
 
     async def _prefix_caching(self, cached: int | None, hits: float | None) -> str:
         if cached is not None:
@@ -169,25 +189,12 @@ class VllmEngine(RemoteEngine):
         async for event in self._stream(self._route, body | wire.image_fields(request) if unchecked else body):
             with parsing(self.url + self._route, event):
                 unchecked = unchecked and not wire.check_rendered_prompt(event, request)
-                self._check_label(event, turn)
                 fresh = wire.read_event(self._route, event, turn)
+                await self._stamp(turn, fresh, None, wire.weight_spans(event), streamed=True)
             self.stats.decoded_tokens += fresh
             request.tokens_arrived(fresh)
         if unchecked and turn.finish is not Finish.ABORT:
             raise EngineError(f"{self.url} does not report the prompt that its model saw")
-        if turn.versions:
-            self._version = turn.versions[-1]
-            self._label = str(self._version)
-
-    def _check_label(self, event: Mapping[str, Any], turn: ActiveTurn) -> None:
-        """Refuse a turn of a server that has lost the weights it was given."""
-        words = [label for label in wire.weight_labels(event) if not label.isdigit()]
-        if words and self._label.isdigit():
-            turn.ids.clear()
-            turn.logprobs.clear()
-            raise EngineUnreachable(
-                f"{self.url} has the weights {words[0]!r} in place of {self._label}: it was restarted"
-            )
 
     async def render_media(self, media: Sequence[Media]) -> Sequence[ImagePlaceholder | None]:
         if self._vision is None:
@@ -227,14 +234,24 @@ class VllmEngine(RemoteEngine):
         await super()._stop(mode, deadline)
         if self._dev_mode:
             # None of our turns is left there. The cache stays: it is salted by version.
-            await self._post("/pause?" + urlencode({"mode": "abort", "clear_cache": "false"}), long=True)
+            await self._pause_server()
+
+    async def _pause_server(self) -> None:
+        await self._post("/pause?" + urlencode({"mode": "abort", "clear_cache": "false"}), long=True)
+        self._server_paused = True
+
+    async def _resume_server(self) -> None:
+        """Undo our own pause; one of the trainer's is left alone."""
+        if self._server_paused:
+            await self._post("/resume")
+            self._server_paused = False
 
     async def resume(self, version: int | None = None) -> None:
         if self._dev_mode:
             if version is not None:
-                await self._post("/update_weight_version", {"new_version": str(version)})
-                self._label = str(version)
-            await self._post("/resume")
+                await self._write_label(version)
+                self._labels.note(str(version), version)
+            await self._resume_server()
         await super().resume(version)
 
     async def _validate_weights(self, folder: Path) -> None:
@@ -248,8 +265,8 @@ class VllmEngine(RemoteEngine):
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(pushed.folder)}}
         await self._post("/collective_rpc", reload, long=True)
         await self._clear_cache()
-        await self._post("/update_weight_version", {"new_version": str(version)})
-        await self._post("/resume")
+        await self._write_label(version)
+        await self._resume_server()
         try:
             after = await self._probe(f"towline-weights-{version}")
             proof = await asyncio.to_thread(
@@ -262,15 +279,15 @@ class VllmEngine(RemoteEngine):
                 precision=await self._server_precision(),
             )
         except EngineError:
-            await self._post("/pause", long=True)
+            await self._pause_server()
             await self._post("/update_weight_version", {"new_version": _UNPROVEN})
-            self._label = _UNPROVEN
+            self._foreign.add(_UNPROVEN)
             raise
-        self._label = str(version)
+        self._labels.note(str(version), version)
         self._pushed, self._probe_answer = pushed, after
         self.info.details["weights_proven_by"] = proof.value
         if self._paused_by_caller:
-            await self._post("/pause?" + urlencode({"mode": "abort", "clear_cache": "false"}), long=True)
+            await self._pause_server()
 
     async def _server_precision(self) -> ServerPrecision:
         """How the server computes. Asked late and once: the server inspects its whole machine for the answer."""
@@ -291,7 +308,6 @@ class VllmEngine(RemoteEngine):
         raise EngineError(f"{self.url} does not clear its prefix cache: other requests still run on it")
 
     async def _probe(self, salt: str) -> ProbeAnswer:
-        """A greedy response to a fixed prompt. The salt is that of a version, as for any turn."""
         prompt = server_checks.probe_prompt(self.info.context, seed=1)
         request = SampleRequest(prompt, _PROBE_TOKENS, temperature=0.0)
         turn = ActiveTurn(request, 0)

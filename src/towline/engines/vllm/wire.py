@@ -24,7 +24,7 @@ from towline.conversation import Finish, Media
 from towline.engines.base import EngineLoad, Ids, SampleRequest
 from towline.engines.remote import ActiveTurn
 from towline.engines.validation import logprob, token_count, token_id, token_ids
-from towline.engines.version_stamp import version_spans
+from towline.engines.weight_labels import label_spans
 from towline.errors import EngineError
 
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT, "repetition": Finish.LENGTH}
@@ -135,17 +135,11 @@ def _end(choice: Mapping[str, Any], turn: ActiveTurn) -> None:
         turn.finish = _FINISH[reason]
     else:
         raise ValueError(f"finish reason {reason!r} is not one of {', '.join(_FINISH)}")
-    spans = choice.get("weight_versions") or ()
-    # Before the first update the server's label is not a number.
-    if spans and all(str(span["version"]).isdecimal() for span in spans):
-        reported = ((int(span["version"]), span["start"], span["end"]) for span in spans)
-        turn.versions = version_spans(reported, len(turn.ids))
 
 
-def weight_labels(event: Mapping[str, Any]) -> list[str]:
-    """The labels of the weights that sampled the turn, according to an event: none before its end."""
-    choices = event.get("choices") or ()
-    return [str(span["version"]) for choice in choices for span in choice.get("weight_versions") or ()]
+def weight_spans(event: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """The labels of the weights that sampled each span of the turn, according to an event: none before its end."""
+    return [span for choice in event.get("choices") or () for span in label_spans(choice.get("weight_versions"))]
 
 
 def cached_tokens(usage: Mapping[str, Any]) -> int | None:

@@ -243,6 +243,13 @@ class Resume(Model):
     version: int | None = Field(default=None, ge=0, le=MAX_VERSION)
 
 
+class VersionAnnouncement(Model):
+    """The version of weights that the trainer has put into the engines by its own means."""
+
+    version: int | None = Field(default=None, ge=0, le=MAX_VERSION)
+    """Default: the version that the engines themselves report."""
+
+
 class WeightsUpdate(Model):
     """New weights of the policy."""
 
@@ -267,6 +274,12 @@ async def pause(service: ServiceDep, caller: Admin, pause: Pause | None = None) 
 async def resume(service: ServiceDep, caller: Admin, resume: Resume | None = None) -> Policy:
     """Resume sampling, under the given policy version."""
     return await service.policy.resume(resume.version if resume else None)
+
+
+@router.post("/policy/version", tags=["policy"])
+async def announce(service: ServiceDep, caller: Admin, announcement: VersionAnnouncement | None = None) -> Policy:
+    """Announce weights that the trainer has put into the engines by its own means. Sampling continues."""
+    return await service.policy.announce(announcement.version if announcement else None)
 
 
 @router.post("/policy/weights", tags=["policy"])

@@ -178,6 +178,7 @@ def assemble_trajectory(
         frozen_turns=sum(node.untrained is Untrained.FROZEN for node in nodes),
         unknown_prompts=sum(node.untrained is Untrained.PROMPT_UNKNOWN for node in nodes),
         images=sum(len(trace.images) for trace in traces),
+        mixed_cache=sum(int(node.meta.get("mixed_cache", 0)) for node in nodes),
         **training_counts(nodes, by_node, trained_by_turn),
     )
     metadata = dict(fields.pop("metadata", {}))
@@ -249,6 +250,7 @@ def turn_record(node: GraphNode, part: RoleAssignment, unended: int = 0) -> Turn
         images=[builders.image_record(image, node.prompt_length - len(node.suffix)) for image in node.images],
         reply=reply_json(node.reply),
         cached_tokens=meta.get("cached_tokens", 0),
+        mixed_cache=meta.get("mixed_cache", 0),
         started=meta.get("started", 0.0),
         seconds=meta.get("seconds", 0.0),
     )
