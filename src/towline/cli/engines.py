@@ -187,13 +187,14 @@ def _llamacpp(chosen: EngineSettings, model: ModelSettings, console: Console) ->
 
 def _served(chosen: EngineSettings, model: ModelSettings, console: Console) -> ServedModel:
     """vLLM or SGLang: a pool of replicas. A pool of one still limits the load and waits for an unreachable server."""
-    from towline.engines.pool import EnginePool
+    from towline.engines.pool import EnginePool, Upstreams
 
     folder = model_folder(model, console)
     codec = make_codec(model, folder, console)
     key = os.environ.get(chosen.key_variable, "")
     name = model.name or chosen.model or folder.name
-    pool = EnginePool({urlsplit(url).netloc: _server(chosen, url, key) for url in chosen.urls})
+    upstreams = Upstreams(chosen.urls, lambda url: _server(chosen, url, key), api_key=key)
+    pool = EnginePool({}, listing=upstreams, start_seconds=chosen.start_seconds or 0.0)
     return ServedModel(pool, codec, name, folder)
 
 

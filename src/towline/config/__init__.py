@@ -182,8 +182,9 @@ class EngineSettings(Section):
     """`embedded`, `smollm2` and `llamacpp` run in this process; `vllm`, `sglang` and `openai` (any OpenAI-compatible chat
     server) are remote servers at `urls`; `scripted` is for tests. `docs/engines.md` compares them."""
     urls: tuple[str, ...] = ()
-    """Base URLs of the servers; several vLLM or SGLang servers are replicas of one model and form a pool. The URL of a chat
-    server ends before `/chat/completions`."""
+    """Base URLs of the servers; several vLLM or SGLang servers are replicas of one model and form a pool, and a router
+    (sglang-router, vLLM's router) stands for the workers that it lists. The URL of a chat server ends before
+    `/chat/completions`."""
     model: str = ""
     """Model name at those servers."""
     key_variable: str = "TOWLINE_UPSTREAM_KEY"
@@ -191,6 +192,9 @@ class EngineSettings(Section):
     stall_seconds: float = Field(STALL_SECONDS, gt=0, le=MAX_SECONDS)
     """A turn fails if the engine produces no token for this long. Pauses and waiting for a free replica do not count; time
     in the engine's own queue does."""
+    start_seconds: float | None = Field(None, ge=0, le=MAX_SECONDS)
+    """How long to wait for a vLLM or SGLang server that is not up yet. Default: 600 with `towline serve`, whose trainer may
+    start the server later; other commands need it to be up."""
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     threads: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Threads of an in-process engine. Default: 1 with llama.cpp, torch's own default with `embedded`."""

@@ -29,6 +29,9 @@ app = typer.Typer(invoke_without_command=True, help="Serve rollouts over HTTP, o
 keys_app = typer.Typer(no_args_is_help=True, help="Manage the API keys of a service, running or not.")
 app.add_typer(keys_app, name="keys")
 
+_START_SECONDS = 600.0
+"""How long the server waits for an engine that its trainer may start later."""
+
 Data = Annotated[Path | None, typer.Option(help="Data folder (database, trajectories). Default: ./towline-data.")]
 
 
@@ -104,6 +107,9 @@ async def _serve(settings: Settings, console: Console, as_json: bool, script: Pa
     from towline.common.gc_tuning import gc_tuning
     from towline.server.api.app import serving
 
+    if settings.engine.start_seconds is None:
+        waits = settings.engine.model_copy(update={"start_seconds": _START_SECONDS})
+        settings = settings.model_copy(update={"engine": waits})
     settings = await resolve_upstreams(settings)
     fleet = Fleet(
         host_provider(settings, script),

@@ -33,7 +33,7 @@ _POLL_SECONDS = 1.0
 """Between two looks at the nodes, and two calls of each actor."""
 _CALL_SECONDS = 5.0
 """How long an actor may take to answer; one that does not is not dead: its link may be cut."""
-_START_SECONDS = 600.0
+_START_SECONDS = 900.0
 """How long a host may take to start, with the resources that its actor waits for."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two attempts to start a host."""

@@ -58,6 +58,15 @@ class Dispatcher:
         self._queues: dict[Replica | None, list[QueuedTurn]] = {None: [], **{replica: [] for replica in replicas}}
         """The turns that wait for a replica; under None, for any. Heaps: the first to arrive comes first."""
 
+    def add(self, replica: Replica) -> None:
+        """A replica was added to `replicas`."""
+        self._queues.setdefault(replica, [])
+
+    def drop(self, replica: Replica) -> None:
+        """A replica was removed from `replicas`: turns that wait for it go to others."""
+        self._queues[None] += self._queues.pop(replica, [])
+        self.redistribute()
+
     def arrive(self, id: str) -> int:
         """The place in the order of arrival of the turn `id`."""
         before = self._cut_short.pop(id, None)

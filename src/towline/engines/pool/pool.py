@@ -17,108 +17,37 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from towline.common.background import BackgroundTasks
 from towline.common.images import ImagePlaceholder
 from towline.conversation import Finish, Media
 from towline.engines.base import (
-    MOVED,
     AcceptsImages,
     AnnouncesVersions,
     Engine,
     EngineInfo,
     EngineUnreachable,
-    Ids,
     PauseMode,
     PoisonTurn,
     Sample,
     SampleRequest,
 )
 from towline.engines.pool.dispatch import Dispatcher, QueuedTurn
-from towline.engines.pool.membership import PoolMembership, ReplicaMonitor
+from towline.engines.pool.membership import PoolMembership
+from towline.engines.pool.monitor import ReplicaMonitor
 from towline.engines.pool.replica import ConcurrencyLimit, PoolWeights, Replica, combine_infos
+from towline.engines.pool.turn import PooledTurn
+from towline.engines.pool.upstreams import ReplicaListing
 from towline.engines.stalls import PauseGate, PauseState
 from towline.engines.validation import check_sample
 from towline.errors import EngineError
 
-_NONE: Ids = np.empty(0, np.int32)
-
-
-@dataclass(slots=True)
-class PooledTurn:
-    """A turn and the parts of it that replicas have sampled."""
-
-    request: SampleRequest
-    parts: list[Sample] = field(default_factory=list)
-    moves: int = 0
-    fruitless: int = 0
-    """Consecutive replicas whose death this turn was the first to notice, since it last got a token."""
-
-    def replica_lost(self, partial: Sample | None, *, first: bool) -> Sample | None:
-        """Keep what a lost replica had sampled; `first`: this turn noticed the loss first. Returns the whole turn if
-        nothing more was to come."""
-        self.moves += 1
-        self.fruitless += first
-        if partial is None or not self._can_continue(partial):
-            return None
-        self.fruitless = 0
-        self.parts.append(partial)
-        if int(partial.ids[-1]) in self.request.stop_ids:
-            return self._join(Finish.STOP)
-        if self.remaining().max_tokens <= 0:
-            return self._join(Finish.LENGTH)
-        return None
-
-    def remaining(self) -> SampleRequest:
-        """The request for what is still missing."""
-        if not self.parts:
-            return self.request
-        request, so_far = self.request, np.concatenate([part.ids for part in self.parts])
-        return replace(
-            request,
-            prompt=np.concatenate([request.prompt, so_far]),
-            max_tokens=request.max_tokens - len(so_far),
-            forced=None if request.forced is None else request.forced[len(so_far) :],
-        )
-
-    def complete(self, last: Sample) -> Sample:
-        """The whole turn, with its last part."""
-        if not self.moves:
-            return last
-        self.parts.append(last)
-        return self._join(last.finish)
-
-    def aborted(self) -> Sample:
-        """The turn as it is, ended before a replica took it."""
-        nothing = Sample(_NONE, np.empty(0, np.float32), _NONE, Finish.ABORT, len(self.remaining().prompt))
-        return self.complete(nothing)
-
-    def _can_continue(self, partial: Sample) -> bool:
-        """A stop string may span parts, and a server that renders by itself cannot continue half a reply: both restart."""
-        return len(partial.ids) > 0 and partial.prompt is None and not self.request.stop_strings
-
-    def _join(self, finish: Finish) -> Sample:
-        first, last = self.parts[0], self.parts[-1]
-        before = sum(len(part.ids) for part in self.parts[:-1])
-        return Sample(
-            ids=np.concatenate([part.ids for part in self.parts]),
-            logprobs=np.concatenate([part.logprobs for part in self.parts]),
-            versions=np.concatenate([part.versions for part in self.parts]),
-            finish=finish,
-            # The last replica saw the prompt and what had been sampled after it.
-            prompt_tokens=last.prompt_tokens - before,
-            cached_tokens=min(first.cached_tokens, len(self.request.prompt)),
-            mixed_cache=sum(part.mixed_cache for part in self.parts),
-            stop_string=last.stop_string,
-            flags=tuple(dict.fromkeys([MOVED, *(flag for part in self.parts for flag in part.flags)])),
-            prompt=last.prompt,
-            reply=last.reply,
-        )
+_START_RETRY = 2.0
+"""Seconds between two attempts to reach the first replica."""
 
 
 _GAUGES: dict[str, tuple[str, Callable[[Replica], float | None]]] = {
@@ -177,6 +106,8 @@ class EnginePool:
         deadline: float = 300.0,
         max_moves: int = 8,
         max_fruitless: int = 2,
+        listing: ReplicaListing | None = None,
+        start_seconds: float = 0.0,
     ):
         """
         `replicas`: engines of one model, by name; without names, by number.
@@ -186,19 +117,24 @@ class EnginePool:
         `max_moves`: how many replicas may die during one turn before it is taken to be the cause; `max_fruitless`: how many
         in a row without a token in between, counting only those whose death this turn was the first to notice: the other
         turns of a replica that one turn kills are not to blame.
+        `listing`: lists further replicas, which join and leave as it does.
+        `start_seconds`: how long `start` waits for the first replica.
         """
         named = replicas if isinstance(replicas, Mapping) else {str(n): engine for n, engine in enumerate(replicas)}
-        if not named:
+        if not named and listing is None:
             raise EngineError("a pool needs at least one replica")
-        self.replicas = [
-            Replica(name, engine, ConcurrencyLimit(limit, maximum=max_limit)) for name, engine in named.items()
-        ]
+        self._limits, self._interval = (limit, max_limit), interval
+        self._listing, self._start_seconds = listing, start_seconds
+        self.replicas: list[Replica] = []
         self._members = PoolMembership(self.replicas, deadline)
         self._dispatcher = self._members.dispatcher
-        self._monitors = [ReplicaMonitor(self._members, replica, interval) for replica in self.replicas]
+        self._monitors: dict[Replica, ReplicaMonitor] = {}
+        self._background = BackgroundTasks()
         self._max_moves, self._max_fruitless = max_moves, max_fruitless
         self._gate = PauseGate()
         self._started = self._closed = False
+        for name, engine in named.items():
+            self._add(name, engine)
 
     @property
     def info(self) -> EngineInfo:
@@ -220,22 +156,45 @@ class EnginePool:
         self._members.outage_callbacks.append(callback)
 
     async def start(self) -> None:
-        """Start every replica. At least one must be reachable; the others join when they answer."""
+        """Start every replica. At least one must be reachable, before `start_seconds` are over; the others join when they
+        answer."""
         if self._started:
             return
+        loop = asyncio.get_running_loop()
+        deadline, waited = loop.time() + self._start_seconds, False
+        while not await self._start_replicas(quiet=waited):
+            left = deadline - loop.time()
+            if left <= 0:
+                raise EngineError(f"no replica can be reached: {self._members.problems()}")
+            if not waited:
+                log.warning("waiting up to %g s for the engine: %s", self._start_seconds, self._members.problems())
+            waited = True
+            await asyncio.sleep(min(_START_RETRY, left))
+        if waited:
+            log.warning("the engine is up: %s", ", ".join(replica.name for replica in self._members.serving))
+        for monitor in self._monitors.values():
+            monitor.start()
+        self._started = True
+        if self._listing is not None:
+            self._background.start(self._follow_listing(self._listing), "replica listing")
+
+    async def _start_replicas(self, *, quiet: bool) -> bool:
+        """Start the replicas that are reachable; returns whether there are any."""
+        await self._list()
         starts = (replica.engine.start() for replica in self.replicas)
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         for replica, outcome in zip(self.replicas, outcomes, strict=True):
             replica.problem = "" if outcome is None else str(outcome)
             if isinstance(outcome, EngineUnreachable):
-                log.warning("replica %s is not reachable yet: %s", replica.name, outcome)
+                if not quiet:
+                    log.warning("replica %s is not reachable yet: %s", replica.name, outcome)
             elif isinstance(outcome, EngineError):
                 raise EngineError(f"replica {replica.name} cannot be used: {outcome}") from outcome
             elif outcome is not None:
                 raise outcome
         started = [replica for replica in self.replicas if not replica.problem]
         if not started:
-            raise EngineError(f"no replica can be reached: {self._members.problems()}")
+            return False
         combine_infos({replica.name: replica.engine.info for replica in started})
         version = max(replica.engine.version for replica in started)
         self._members.weights, self._members.version = PoolWeights(version), version
@@ -245,13 +204,56 @@ class EnginePool:
             else:
                 replica.problem = f"it has weights of version {replica.engine.version}, others of {version}"
                 log.warning("replica %s waits for the next weights: %s", replica.name, replica.problem)
-        for monitor in self._monitors:
+        return True
+
+    # Replicas that come and go
+
+    def _add(self, name: str, engine: Engine) -> None:
+        limit, maximum = self._limits
+        replica = Replica(name, engine, ConcurrencyLimit(limit, maximum=maximum))
+        self.replicas.append(replica)
+        self._dispatcher.add(replica)
+        self._monitors[replica] = monitor = ReplicaMonitor(self._members, replica, self._interval)
+        if self._started:
             monitor.start()
-        self._started = True
+
+    async def _drop(self, replica: Replica) -> None:
+        """Forget a replica that does not serve."""
+        await self._monitors.pop(replica).stop()
+        replica.cancel_calls()
+        self.replicas.remove(replica)
+        self._dispatcher.drop(replica)
+        await replica.engine.close()
+
+    async def _list(self) -> None:
+        """Add the replicas that are listed now; forget those that are not and do not serve."""
+        if self._listing is None:
+            return
+        listed = await self._listing.replicas()
+        own = {replica.name for replica in self.replicas}
+        for name, url in listed.items():
+            if name not in own:
+                self._add(name, self._listing.make(url))
+        for replica in [one for one in self.replicas if one.name not in listed and not one.serving]:
+            await self._drop(replica)
+
+    async def _follow_listing(self, listing: ReplicaListing) -> None:
+        while True:
+            await asyncio.sleep(listing.interval)
+            before = {replica.name for replica in self.replicas}
+            try:
+                await self._list()
+            except EngineError as error:
+                log.error("the replicas stay as they are: %s", error)
+            now = {replica.name for replica in self.replicas}
+            if now != before:
+                added, dropped = (", ".join(sorted(names)) or "none" for names in (now - before, before - now))
+                log.warning("replicas added: %s; forgotten: %s", added, dropped)
 
     async def close(self) -> None:
         self._closed = True
-        await asyncio.gather(*(monitor.stop() for monitor in self._monitors))
+        await self._background.close()
+        await asyncio.gather(*(monitor.stop() for monitor in self._monitors.values()))
         for turn in list(self._dispatcher.waiting()):
             turn.slot.set_exception(EngineError("the pool is closed"))
         for replica in self.replicas:

@@ -243,11 +243,8 @@ class Resume(Model):
     version: int | None = Field(default=None, ge=0, le=MAX_VERSION)
 
 
-class VersionAnnouncement(Model):
-    """The version of weights that the trainer has put into the engines by its own means."""
-
-    version: int | None = Field(default=None, ge=0, le=MAX_VERSION)
-    """Default: the version that the engines themselves report."""
+class VersionAnnouncement(Resume):
+    """The version of weights that the trainer has put into the engines; default: the one that they report."""
 
 
 class WeightsUpdate(Model):
