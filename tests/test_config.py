@@ -56,7 +56,9 @@ def test_each_source_overrides_the_previous(file: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TOWLINE_ENGINE__URLS", "http://one")
     monkeypatch.setenv("TOWLINE_SESSION__TEMPLATE_ARGS__NAMES", '["a"]')
     monkeypatch.setenv("TOWLINE_CRASH_AT", "")
-    for settings in (Settings.load(), Settings.load(file)):
+    by_option = Settings.load(file)
+    monkeypatch.setenv("TOWLINE_CONFIG", str(file))
+    for settings in (Settings.load(), by_option):
         assert settings.gateway.port == 2222
         assert settings.gateway.journal == "os"
         assert settings.session.policy is ContextPolicy.AS_SENT

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "conversation": set(),
     "common": {"conversation", "errors"},
     "schema": {"common", "errors"},
-    "config": {"errors", "schema"},
+    "config": {"common", "errors", "schema"},
     "assets": {"common", "errors"},
     # The pure core: no HTTP, no sandbox
     "dialects": NEUTRAL,

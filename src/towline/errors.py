@@ -8,7 +8,9 @@ exceptions (`_Name`) are control flow inside one module and never leave it.
         ApiError                     harness and gateway: a model call that cannot be answered
             BadRequest
         ConfigError                  settings, files and folders of the user
+            UnsafePath               a path that leaves its folder, or a link in it
             TaskError                task files
+            TaskRefused              an untrusted task that names something of the host
             MissingVariable          environment variables of a task
             UnknownJournalFormat     a journal of another version
         EngineError                  gateway and engine

@@ -30,6 +30,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
     made = StandIns(tmp_path / "programs")
     (tmp_path / "programs").mkdir()
     monkeypatch.setenv("PATH", made.path)
+    monkeypatch.setenv("TOWLINE_CONFIG", "towline.toml")
     return made
 
 

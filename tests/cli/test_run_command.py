@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,7 @@ def test_a_failing_script_is_not_scored(model: list[str], tmp_path: Path) -> Non
     script.write_text("def script(request):\n    return request.colour\n")
     task = json.loads((EXAMPLES / "own_harness" / "task.jsonl").read_text())
     (tmp_path / "task.jsonl").write_text(json.dumps(task | {"max_attempts": 1}))
+    shutil.copy(EXAMPLES / "own_harness" / "agent.py", tmp_path)
     out = tmp_path / "out"
     towline("run", str(tmp_path / "task.jsonl"), *model, "--script", str(script), "--out", str(out), code=1)
     (line,) = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]

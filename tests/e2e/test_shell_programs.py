@@ -63,7 +63,7 @@ async def test_a_program_runs_from_one_line(dialect: str, tmp_path: Path) -> Non
 
 async def test_the_example_runs_as_its_task_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = Task.model_validate_json((EXAMPLE / "task.jsonl").read_text())
-    monkeypatch.chdir(EXAMPLE.parents[1])
+    monkeypatch.chdir(EXAMPLE)
     async with bench(task.harness, tmp_path, options=task.harness_options) as program:
         assert await program.say(task.instruction) == ANSWER + "\n"
         await assert_journey(program, 1)

@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from towline.common import swebench_package
 from towline.evaluators.registry import make_evaluator
 from towline.schema import Network, Task
+from towline.schema.trust import Grant
 from towline.tasks.fields import TaskError
 from towline.tasks.harbor_toml import MissingVariable, expand
 from towline.tasks.loading import load_tasks
 from towline.tasks.oracle import oracle_task
+
+ENV = [Grant.ENV]
 
 
 def lines(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
@@ -81,12 +84,12 @@ env = { HINT = "yes" }
 def test_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOWLINE_TEST_WHO", "me")
     folder = harbor(tmp_path / "full", FULL)
-    (task,) = load_tasks([folder], harness="codex", samples=3, harness_options={"dialect": "responses"})
+    (task,) = load_tasks([folder], harness="codex", samples=3, harness_options={"dialect": "responses"}, trust=ENV)
     environment = task.environment
     assert (task.task_id, task.instruction, task.harness, task.num_samples) == ("org/full", "Do it.\n", "codex", 3)
     assert task.harness_options == {"dialect": "responses"}
     assert (environment.root, environment.build, environment.workdir, environment.user) == (
-        "registry/image:1",
+        "docker.io/registry/image:1",
         "",
         "/code",
         "1000",
@@ -127,7 +130,7 @@ def test_the_least_of_a_harbor_folder(tmp_path: Path) -> None:
     public = harbor(
         tmp_path / "public", '[environment]\nnetwork_mode = "public"\n', environment__Dockerfile="FROM debian\n"
     )
-    (task,) = load_tasks([public], harness="pi")
+    (task,) = load_tasks([public], harness="pi", trust=[Grant.NETWORK])
     assert (task.environment.network, task.environment.workdir) == (Network.OPEN, "/app")
 
 
@@ -234,7 +237,7 @@ def test_rows_of_every_kind(tmp_path: Path) -> None:
     assert echo.environment.env == {"A": "b"}
     assert (gym.task_id, gym.instruction) == ("u-1", "Think.\n\n3+3?")
     assert gym.metadata["nemo_gym"]["expected_answer"] == "6"
-    assert swe.environment.root == "swebench/sweb.eval.x86_64.django_1776_django-1:latest"
+    assert swe.environment.root == "docker.io/swebench/sweb.eval.x86_64.django_1776_django-1:latest"
     assert swe.evaluator["command"][2].endswith("--parallel 1 q.test_a")
     assert oracle_task(swe).harness_options == {"command": "git apply /solution/solution.patch"}
     for task in tasks:
@@ -357,7 +360,7 @@ def test_a_wrong_row_names_its_place(tmp_path: Path, row: Any, reason: str, monk
 )
 def test_a_wrong_harbor_folder_names_its_place(tmp_path: Path, toml: str, files: dict[str, str], reason: str) -> None:
     with pytest.raises(TaskError, match=reason):
-        load_tasks([harbor(tmp_path / "t", toml, **files)], harness="pi")
+        load_tasks([harbor(tmp_path / "t", toml, **files)], harness="pi", trust=ENV)
 
 
 def test_missing_parts_and_places(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from towline.common import swebench_package
+from towline.common.image_references import parse_image
 from towline.evaluators.registry import make_evaluator
 from towline.schema import SandboxKind, Task
 from towline.tasks.fields import TaskError
@@ -218,6 +219,7 @@ def test_each_data_set(
 ) -> None:
     task = load(tmp_path, row)
     environment = task.environment
+    image = str(parse_image(image))
     assert (environment.sandbox, environment.root, environment.workdir) == (SandboxKind.DOCKER, image, folder)
     assert task.evaluator["command"][-1].endswith(command)
     assert "test_gone" not in task.evaluator["command"][-1]

@@ -135,8 +135,9 @@ class FakeRunner:
         self.prefetched += [task.task_id for task in tasks]
         return []
 
-    def host_access(self, task: Task) -> list[str]:
-        return ["environment.sandbox"] if task.environment.sandbox is SandboxKind.PROCESS else []
+    @property
+    def default_sandbox(self) -> SandboxKind:
+        return SandboxKind.BUBBLEWRAP
 
     @property
     def room(self) -> int:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from towline.cli import options, terminal
-from towline.config import FILE, Settings
+from towline.config import FILE, Settings, named_file
 from towline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _inputs(config: Path | None, data: Path | None) -> LaunchInputs:
 
     settings = Settings.load(config, server={"data": data})
     folder = Path.cwd()
-    file = folder / (config or FILE)
+    file = folder / (config or named_file() or FILE)
     return LaunchInputs(settings, folder, file if file.is_file() else None)
 
 

@@ -39,6 +39,7 @@ def evaluate(
     ] = None,
     max_failed: options.MaxFailed = 0.0,
     option: options.HarnessOptions = None,
+    trust: options.Trust = None,
     sandbox: options.Sandbox = None,
     concurrency: options.Concurrency = None,
     seconds: options.Seconds = None,
@@ -67,12 +68,15 @@ def evaluate(
     folder = (out or Path("runs") / time.strftime("eval-%Y%m%d-%H%M%S")).absolute()
     if len(set(harness)) != len(harness):
         raise ConfigError("a --harness is given twice; give each one once")
-    loaded = {name: load_tasks(tasks, name, samples, option or [], console) for name in harness}
+    settings = options.local_settings(locals(), folder, journal="none")
+    loaded = {
+        name: load_tasks(tasks, name, samples, option or [], console, trust=trust, settings=settings)
+        for name in harness
+    }
     for name, own in loaded.items():
         others = {task.harness for task in own} - {name}
         if len(harness) > 1 and others:
             raise ConfigError(f"some tasks name their own harness ({min(others)}); give only one --harness with them")
-    settings = options.local_settings(locals(), folder, journal="none")
     groups = [*loaded.values()]
     with live.completed_ledger(groups, settings, folder, console, script, live=not as_json) as (ledger, recipe):
         records = [record for own in groups for record in ledger.of(own)]

@@ -33,6 +33,7 @@ def generate(
     ] = DuplicateRule.TRAINED,
     max_failed: options.MaxFailed = 0.0,
     option: options.HarnessOptions = None,
+    trust: options.Trust = None,
     sandbox: options.Sandbox = None,
     concurrency: options.Concurrency = None,
     seconds: options.Seconds = None,
@@ -56,8 +57,8 @@ def generate(
 
     console, out = terminal.console(as_json), out.absolute()
     rule = Accept.parse(accept)
-    loaded = load_tasks(tasks, harness, samples, option or [], console)
     settings = options.local_settings(locals(), out, journal="none")
+    loaded = load_tasks(tasks, harness, samples, option or [], console, trust=trust, settings=settings)
     chosen = formats or list(DatasetFormat)
     with live.completed_ledger([loaded], settings, out, console, script, live=not as_json) as (ledger, recipe):
         with terminal.progress_reporter(console, "writing") as report:

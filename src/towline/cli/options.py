@@ -29,6 +29,10 @@ HarnessOptions = Annotated[
     list[str] | None,
     typer.Option("--option", help="Harness option, `name=value`; values may be JSON. Repeatable. Default: none."),
 ]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(help="What task files may use of this machine: paths,env,process,… or all. Default: none."),
+]
 Sandbox = Annotated[
     SandboxKind | None, typer.Option(help="Default sandbox for tasks that set none. Default: bubblewrap.")
 ]

@@ -18,6 +18,7 @@ from towline.errors import ConfigError
 from towline.runs import run as runs
 from towline.runs.run import RunResults, run_summary, session_line
 from towline.schema import EarlyStop, SessionState, Task
+from towline.schema.trust import parse_grants
 
 
 def run(
@@ -32,6 +33,7 @@ def run(
         typer.Option(help="Seconds that the rest may continue after --min-samples. Default: the task's.", min=0),
     ] = None,
     option: options.HarnessOptions = None,
+    trust: options.Trust = None,
     oracle: Annotated[
         bool, typer.Option("--oracle", help="Run each task's own solution; all must score 1. Default: off.")
     ] = False,
@@ -60,9 +62,9 @@ def run(
     console = terminal.console(as_json)
     out = out or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     settings = options.local_settings(locals(), out, engine="scripted" if oracle else None)
-    loaded = load_tasks(tasks, harness, samples, option or [], console)
+    loaded = load_tasks(tasks, harness, samples, option or [], console, trust=trust, settings=settings)
     if oracle:
-        loaded = [oracle_of(task) for task in loaded]
+        loaded = [oracle_of(task, parse_grants(trust or ())) for task in loaded]
     changes = {"min_samples": min_samples, "grace_seconds": grace}
     changes = {name: value for name, value in changes.items() if value is not None}
     if changes:

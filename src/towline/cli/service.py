@@ -44,6 +44,7 @@ def submit(
     harness: options.Harness = "",
     samples: options.OptionalSamples = None,
     option: options.HarnessOptions = None,
+    trust: options.Trust = None,
     priority: Annotated[int | None, typer.Option(help="Priority; higher runs first. Default: the task's own.")] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until all tasks have ended. Default: return at once.")
@@ -54,7 +55,7 @@ def submit(
 ) -> None:
     """Submit tasks to a service. Submitting them again is a no-op."""
     console = terminal.console(as_json)
-    loaded = load_tasks(tasks, harness, samples, option or [], console)
+    loaded = load_tasks(tasks, harness, samples, option or [], console, trust=trust)
     if any(task.harness == UNNAMED for task in loaded):
         raise ConfigError("some tasks name no harness; give --harness (see `towline harness list`)")
     if priority is not None:

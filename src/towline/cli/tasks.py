@@ -12,9 +12,10 @@ from towline.cli import terminal
 from towline.config import Settings
 from towline.errors import ConfigError
 from towline.schema import Task
+from towline.schema.trust import parse_grants
+from towline.tasks.fields import UNNAMED
 
-UNNAMED = "unnamed"
-"""Placeholder harness of tasks that name none, while no `--harness` is given."""
+__all__ = ["UNNAMED", "load_tasks", "parse_options", "prepare_tasks"]
 
 
 def parse_options(given: Sequence[str], harness: str = "") -> dict[str, Any]:
@@ -37,16 +38,33 @@ def parse_options(given: Sequence[str], harness: str = "") -> dict[str, Any]:
 
 
 def load_tasks(
-    paths: Sequence[str], harness: str, samples: int | None, given: Sequence[str], console: Console
+    paths: Sequence[str],
+    harness: str,
+    samples: int | None,
+    given: Sequence[str],
+    console: Console,
+    *,
+    trust: Sequence[str] | None = None,
+    settings: Settings | None = None,
 ) -> list[Task]:
-    """The tasks at the paths. `harness` and its options apply to tasks that name none."""
+    """The tasks at the paths. `harness` and its options apply to tasks that name none.
+
+    `trust` is what the files may name besides their own folders. `settings` name the roots; without them the tasks go to a
+    service, which has its own.
+    """
     from towline.harnesses.registry import find_harness
     from towline.tasks.loading import load_tasks
 
     if harness:
         find_harness(harness)
     loaded = load_tasks(
-        paths, harness=harness or UNNAMED, samples=samples, harness_options=parse_options(given, harness)
+        paths,
+        harness=harness or UNNAMED,
+        samples=samples,
+        harness_options=parse_options(given, harness),
+        trust=parse_grants(trust or ()),
+        registry=settings.registry if settings else None,
+        uploads=settings is None,
     )
     others = sorted({task.harness for task in loaded} - {harness, UNNAMED})
     if harness and others:

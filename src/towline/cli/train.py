@@ -30,6 +30,7 @@ def train(
     ] = False,
     harness: options.Harness = "",
     option: options.HarnessOptions = None,
+    trust: options.Trust = None,
     model: Annotated[
         Path | None, typer.Option(help="Model folder (Hugging Face layout) to train. Default: a tiny model.")
     ] = None,
@@ -90,9 +91,9 @@ def train(
 
     console = terminal.console(as_json)
     chosen = _engine(engine, upstream, upstream_model, url)
-    source, measured = _tasks(tasks or [], registry, harness, option or [], samples, seed, held_out, console)
+    source, measured = _tasks(tasks or [], registry, harness, option or [], trust, samples, seed, held_out, console)
     if measure:
-        measured = load_tasks(measure, harness, 1, option or [], console)
+        measured = load_tasks(measure, harness, 1, option or [], console, trust=trust)
     out = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
     out.mkdir(parents=True, exist_ok=True)
     folder = model or engines.tiny_model(console)
@@ -134,6 +135,7 @@ def _tasks(
     registry: bool,
     harness: str,
     option: list[str],
+    trust: list[str] | None,
     samples: int,
     seed: int,
     held_out: int,
@@ -148,7 +150,7 @@ def _tasks(
         )
     if not paths:
         raise ConfigError("no tasks to train on; give some, or --registry")
-    loaded = load_tasks(paths, harness, samples, option, console)
+    loaded = load_tasks(paths, harness, samples, option, console, trust=trust)
     return lambda n: loaded[n % len(loaded)], []
 
 

@@ -30,7 +30,6 @@ from towline.common.background import BackgroundTasks
 from towline.common.mappings import BoundedDict
 from towline.engines.base import PauseMode
 from towline.errors import ConfigError
-from towline.node.task_check import host_access
 from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SandboxKind, Session, SessionState, Task
 
 log = logging.getLogger("towline.cluster")
@@ -273,8 +272,9 @@ class Fleet:
         except (TimeoutError, NodeLost):
             log.warning("task %s was accepted unchecked: no node answered", task.task_id)
 
-    def host_access(self, task: Task) -> list[str]:
-        return host_access(task, self._sandbox)
+    @property
+    def default_sandbox(self) -> SandboxKind:
+        return self._sandbox
 
     async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:
         """Nothing to do now: every node that joins prepares the tasks whose sessions run."""

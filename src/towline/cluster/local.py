@@ -23,7 +23,7 @@ from towline.cluster.runner import (
 from towline.cluster.segments import Segments
 from towline.engines.base import PauseMode
 from towline.node.node import RolloutNode
-from towline.schema import BreakerStatus, EndReason, FailureReason, Session, SessionState, Task
+from towline.schema import BreakerStatus, EndReason, FailureReason, SandboxKind, Session, SessionState, Task
 
 
 class NodeRunner:
@@ -83,8 +83,9 @@ class NodeRunner:
         for field, reason in await self.node.task_problems(task):
             raise InvalidTask(field, reason)
 
-    def host_access(self, task: Task) -> list[str]:
-        return self.node.host_access(task)
+    @property
+    def default_sandbox(self) -> SandboxKind:
+        return self.node.settings.sandbox
 
     async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:
         return await self.node.prefetch(tasks, seconds)

@@ -21,6 +21,7 @@ from towline.schema import (
     BreakerStatus,
     EndReason,
     FailureReason,
+    SandboxKind,
     SchemaError,
     Session,
     SessionState,
@@ -208,8 +209,9 @@ class Runner(Protocol):
         """Raise `InvalidTask` for a task that can never run here."""
         ...
 
-    def host_access(self, task: Task) -> list[str]:
-        """The fields of a task that reach outside the sandbox, to the machine it runs on. Runs no code of the task."""
+    @property
+    def default_sandbox(self) -> SandboxKind:
+        """The sandbox of tasks that set none."""
         ...
 
     async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:

@@ -1,11 +1,13 @@
 """Settings: one `towline.toml`, one object, environment overrides; layered by pydantic-settings.
 
 Order of precedence: command line, environment (`TOWLINE_GATEWAY__PORT=8001`), `towline.toml`, defaults. An unknown key or a
-wrong value is an error on one line that names its source (file, variable or option) and the key.
+wrong value is an error on one line that names its source (file, variable or option) and the key. A file that was found in
+the working folder, and not named, sets less (`found_file.py`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -20,12 +22,14 @@ from pydantic_settings import (
 )
 
 from towline.config.cluster import ClusterSettings
+from towline.config.found_file import VARIABLE, check_found_file
 from towline.config.http import HttpLimits
 from towline.config.images import ImageSettings
 from towline.config.section import MAX_BODY_BYTES, MAX_BYTES, MAX_COUNT, MAX_SECONDS, MAX_TOKENS, Section
 from towline.config.sources import PREFIX, EnvironmentSource, describe, without_none
 from towline.errors import ConfigError
 from towline.schema import BuilderName, ContextPolicy, Resources, SandboxKind, TurnRole
+from towline.schema.trust import ROOT_NAME, Grant, RootRegistry
 from towline.schema.vocabulary import POLICY, TRAINED_ROLES
 
 FILE = "towline.toml"
@@ -319,6 +323,10 @@ class ServerSettings(Section):
     trust_submitters: bool = False
     """Whether keys with role `submit` may use the server's machine in their tasks: its files, the process sandbox, an open
     network, modules to import. Admin keys always may."""
+    submitters_may: tuple[Grant, ...] = ()
+    """What untrusted tasks may use of the nodes' machines (`["network", "images"]`). `trust_submitters`: everything."""
+    trust_tasks: bool = False
+    """Whether a service without keys trusts the tasks of every local user. Only on loopback."""
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
@@ -351,6 +359,21 @@ class Settings(Section):
     server: ServerSettings = ServerSettings()
     log: LogSettings = LogSettings()
     cluster: ClusterSettings = ClusterSettings()
+    roots: dict[str, str] = Field(default_factory=dict)
+    """Root file systems (folders or tar files on the nodes) by the name that tasks use for them."""
+
+    @property
+    def registry(self) -> RootRegistry:
+        """The roots and images that tasks may name."""
+        return RootRegistry(self.roots, self.images.names, self.images.allowed)
+
+    @field_validator("roots")
+    @classmethod
+    def _roots_have_names(cls, roots: dict[str, str]) -> dict[str, str]:
+        for name in roots:
+            if not ROOT_NAME.fullmatch(name):
+                raise ValueError(f"{name!r}: a name has lower-case letters and digits, joined by '.', '_' or '-'")
+        return roots
 
     @model_validator(mode="after")
     def _engines_are_known(self) -> Self:
@@ -364,7 +387,8 @@ class Settings(Section):
 
     @classmethod
     def load(cls, file: Path | None = None, **overrides: dict[str, Any]) -> Self:
-        """From `overrides` over the environment over `file` (default: `towline.toml` here, if it exists)."""
+        """From `overrides` over the environment over `file` (default: `TOWLINE_CONFIG`, else `towline.toml` here)."""
+        file = file or named_file()
         if file is not None and not file.is_file():
             raise ConfigError(f"{file} does not exist")
         path, given = file or Path(FILE), without_none(overrides)
@@ -373,11 +397,19 @@ class Settings(Section):
             """The layers with this file as the lowest."""
 
         try:
-            return cls.model_validate(dict(Layers(**given)))
+            loaded = cls.model_validate(dict(Layers(**given)))
+            if file is None and os.path.lexists(path):
+                check_found_file(path)
+            return loaded
         except ValidationError as error:
             raise ConfigError("; ".join(describe(one, path, given) for one in error.errors())) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise ConfigError(f"{path}: {error}") from error
+
+
+def named_file() -> Path | None:
+    """The settings file that the environment names."""
+    return Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 class _SettingsLayers(BaseSettings, Settings):

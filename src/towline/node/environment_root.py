@@ -21,7 +21,7 @@ from towline.sandboxes.base import Runtime
 from towline.sandboxes.images.build import BuiltEnvironment, build
 from towline.sandboxes.images.oci.buildah import Buildah, Registries
 from towline.sandboxes.images.oci.operation import OnLine
-from towline.sandboxes.images.oci.references import names_image
+from towline.sandboxes.images.oci.references import names_image, spellings
 from towline.sandboxes.images.oci.stages import Stages
 from towline.sandboxes.images.oci.store import OciImages
 from towline.sandboxes.images.root_cache import FolderLease, RootCache
@@ -154,4 +154,6 @@ def oci_images(settings: NodeSettings, images: ImageSettings, cache: Path, roots
 
 
 def _local_root(image: str, bases: Mapping[str, str]) -> str | None:
-    return next((root for pattern, root in bases.items() if fnmatch.fnmatchcase(image, pattern)), None)
+    names = spellings(image)
+    matching = (root for pattern, root in bases.items() if any(fnmatch.fnmatchcase(name, pattern) for name in names))
+    return next(matching, None)

@@ -287,10 +287,6 @@ class RolloutNode:
         problems += [("environment.root", reason) for reason in reasons]
         return problems
 
-    def host_access(self, task: Task) -> list[str]:
-        """Fields of the task that use the node's machine beyond a sandbox with its gateway."""
-        return task_check.host_access(task, self.settings.sandbox)
-
     async def prefetch(self, tasks: Sequence[Task], seconds: float) -> list[str]:
         """Prepare installs, images and environments of tasks before their sessions come; returns the errors.
 

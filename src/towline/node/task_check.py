@@ -1,4 +1,4 @@
-"""Checks of a task before it runs: what is wrong with it, and which fields reach outside its sandbox."""
+"""Checks of a task before it runs: what is wrong with it. What an untrusted task may name is `schema/untrusted.py`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ from towline.evaluators.registry import make_evaluator
 from towline.harnesses.base import Harness, LaunchContext
 from towline.harnesses.registry import find_harness
 from towline.sandboxes.images.oci.buildah import Buildah
-from towline.sandboxes.images.oci.references import names_image
+from towline.sandboxes.images.oci.references import names_image, spellings
 from towline.sandboxes.images.oci.store import HINT
-from towline.schema import POLICY, Environment, ImageBase, Network, SandboxKind, Task
-
-_ON_THE_NODE = ("harbor", "python")
-"""Evaluators that read the node's files or run in its process."""
+from towline.schema import POLICY, Environment, ImageBase, SandboxKind, Task
 
 
 def task_problems(task: Task, defaults: SessionSettings, engines: Collection[str] = ()) -> Iterator[tuple[str, str]]:
@@ -62,7 +59,7 @@ def root_problems(
     elif sandbox is SandboxKind.DOCKER and not root and not environment.build:
         yield "docker sandboxes need a root of their own: set an image, a folder or a tar file"
     elif sandbox is not SandboxKind.DOCKER and names_image(root):
-        local = any(fnmatch.fnmatchcase(root, pattern) for pattern in bases or {})
+        local = any(fnmatch.fnmatchcase(name, pattern) for name in spellings(root) for pattern in bases or {})
         missing = Buildah.missing()
         if missing and not local and (environment.base or base) is ImageBase.REGISTRY:
             yield f"{root!r} is an image, and this machine lacks {' and '.join(missing)} to pull it; install it, or {HINT}"
@@ -108,50 +105,3 @@ def _settings(
                 f"settings.models.{pattern}",
                 f"unknown engine {name!r}; available: {', '.join((POLICY, *engines))}",
             )
-
-
-def host_access(task: Task, default: SandboxKind) -> list[str]:
-    """Fields that use the node beyond a sandbox with its gateway; `default` is the node's sandbox.
-
-    Runs and imports nothing that the task names.
-    """
-    return list(_host_access(task, default))
-
-
-def _host_access(task: Task, default: SandboxKind) -> Iterator[str]:
-    environment = task.environment
-    if ":" in task.harness:
-        yield "harness"
-    elif _harness_needs_host(task):
-        yield "harness_options"
-    if task.evaluator.get("kind") in _ON_THE_NODE or _names_source(task.evaluator):
-        yield "evaluator"
-    if (environment.sandbox or default) is SandboxKind.PROCESS:
-        yield "environment.sandbox"
-    if environment.network is Network.OPEN:
-        yield "environment.network"
-    if environment.build:
-        yield "environment.build"
-    if environment.root.startswith((".", "/", "~")):
-        yield "environment.root"
-    if any(file.source is not None for file in environment.files):
-        yield "environment.files"
-    if any(file.source is not None for step in task.steps for file in step.files):
-        yield "steps"
-
-
-def _harness_needs_host(task: Task) -> bool:
-    """Whether the options make the harness read other folders, or install other packages, than by default."""
-    try:
-        harness = find_harness(task.harness)
-        made = harness.configured(task.harness_options)
-    except Exception:
-        # `task_problems` reports what is wrong; until the options are understood, they may do anything.
-        return bool(task.harness_options)
-    return made.mounts != harness.mounts or made.install != harness.install
-
-
-def _names_source(value: Any) -> bool:
-    if isinstance(value, dict):
-        return bool(value.get("source")) or any(map(_names_source, value.values()))
-    return isinstance(value, list) and any(map(_names_source, value))

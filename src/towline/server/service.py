@@ -18,6 +18,7 @@ from towline.common.private_files import private_folder
 from towline.config import ServerSettings
 from towline.errors import StoreError
 from towline.schema import Accepted, Acked, Results, SlowSession, Task, TaskStatus, Unit
+from towline.schema.trust import RootRegistry
 from towline.server.api.auth import Caller, KeyStore
 from towline.server.delivery.callbacks import Callbacks
 from towline.server.delivery.leases import LeaseManager, LeaseRequest
@@ -33,6 +34,7 @@ from towline.server.scheduling.grace import GracePeriods
 from towline.server.scheduling.queue import admit
 from towline.server.scheduling.scheduler import SessionScheduler
 from towline.server.scheduling.stragglers import slowest_sessions
+from towline.server.scheduling.task_trust import is_trusted
 from towline.server.store import ownership, queries
 from towline.server.store.database import Outage, Store, database_url
 from towline.server.store.repair import repair_rows
@@ -46,9 +48,17 @@ _CHECK_SECONDS = 30.0
 class Service:
     """The rollout service without HTTP."""
 
-    def __init__(self, settings: ServerSettings, runner: Runner, *, store: Store | None = None):
-        """`store`: the database, if it is not the one that the settings name."""
+    def __init__(
+        self,
+        settings: ServerSettings,
+        runner: Runner,
+        *,
+        store: Store | None = None,
+        registry: RootRegistry | None = None,
+    ):
+        """`store`: the database, if it is not the one that the settings name. `registry`: the roots that tasks may name."""
         self.settings = settings
+        self.registry = registry or RootRegistry()
         self.runner = runner
         self.stopping = asyncio.Event()
         self.signals = Signals()
@@ -163,9 +173,16 @@ class Service:
     # Tasks
 
     async def submit(self, tasks: Sequence[Task], caller: Caller, *, many: bool) -> list[Accepted]:
-        trusted = caller.may()
+        trusted = is_trusted(caller, self.settings)
         written = [
-            await admit(task, f"[{index}]" if many else "", runner=self.runner, settings=self.settings, trusted=trusted)
+            await admit(
+                task,
+                f"[{index}]" if many else "",
+                runner=self.runner,
+                settings=self.settings,
+                trusted=trusted,
+                registry=self.registry,
+            )
             for index, task in enumerate(tasks)
         ]
         wanted = sum(task.num_samples for task in tasks)

@@ -1,4 +1,8 @@
-"""Reading the fields of a task file: prompts as one text, and errors that name the file, the line and the field."""
+"""Reading the fields of a task file: prompts as one text, and errors that name the file, the line and the field.
+
+What a file says is untrusted: `TaskDefaults.admit` makes a task of it, with paths inside the file's own folder and nothing
+else of this machine, unless the user trusts more. What the user says on the command line is added afterwards, unchecked.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from towline.common.data_files import DataFolder, UnsafePath
 from towline.errors import ConfigError
+from towline.schema import Task
+from towline.schema.trust import DATA_FILES, NOTHING, Admission, Grant, RootRegistry, TaskRefused
+from towline.schema.untrusted import admit_task
+
+UNNAMED = "unnamed"
+"""Placeholder harness of tasks that name none, while the user names none either. Such a task does not run."""
+HARBOR_KEY = "harbor"
+"""Key of a task's metadata that only the loader of Harbor folders sets: the oracle reads files from the folder it names."""
 
 
 class TaskError(ConfigError):
@@ -24,6 +37,48 @@ class TaskDefaults:
     harness_options: dict[str, Any] = field(default_factory=dict)
     samples: int | None = None
     """Overrides `num_samples` of every task."""
+    trust: frozenset[Grant] = NOTHING
+    """What the files may name besides their own folder: `--trust`."""
+    registry: RootRegistry = field(default_factory=RootRegistry)
+    uploads: bool = False
+    """Whether the tasks go to a service, where `upload:…` means something."""
+
+    def folder(self, path: Path) -> DataFolder:
+        """A folder of data, whose links are followed only if its paths are trusted."""
+        return DataFolder(path, links=Grant.PATHS in self.trust)
+
+    def admit(self, values: dict[str, Any], folder: Path, location: SourceLocation) -> Task:
+        """The task that these values of a file describe, with the user's harness options where it is the user's harness.
+
+        Raises `TaskError` for values that are not a task, and for a value that names something of this machine.
+        """
+        values = dict(values)
+        own = values.pop("harness_options", None) or {}
+        values["harness"] = values.get("harness") or self.harness
+        # A task without a harness does not run: its options are checked when it has one.
+        late = own if values["harness"] == UNNAMED and isinstance(own, dict) else None
+        try:
+            task = Task.model_validate(values | ({"harness_options": own} if own and late is None else {}))
+            task = admit_task(task, self._admission(), lambda path: self._resolve(folder, path))
+        except ValidationError as error:
+            raise location.invalid(error) from error
+        except TaskRefused as error:
+            raise location.error(error.field, error.reason) from error
+        options = {**self.harness_options, **(late or task.harness_options)} if task.harness == self.harness else None
+        return task if options is None else task.model_copy(update={"harness_options": options})
+
+    def _admission(self) -> Admission:
+        reserved = frozenset({HARBOR_KEY})
+        return Admission(
+            self.trust | DATA_FILES, self.registry, reserved=reserved, harness=self.harness, uploads=self.uploads
+        )
+
+    def _resolve(self, folder: Path, path: str) -> str:
+        """A relative path starts at the file's folder; with trusted paths, one that is not there starts where we are."""
+        if Grant.PATHS not in self.trust:
+            return str(self.folder(folder).find(path))
+        given = Path(path).expanduser()
+        return str(folder.absolute() / given if (folder / given).exists() else given.absolute())
 
 
 class SourceLocation:
@@ -35,6 +90,9 @@ class SourceLocation:
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}" if self.line else str(self.path)
+
+    def unsafe(self, error: UnsafePath) -> TaskError:
+        return self.error("", f"{error}; to allow it: --trust {Grant.PATHS}")
 
     def error(self, field: str, reason: str) -> TaskError:
         return TaskError(f"{self}: {field}: {reason}" if field else f"{self}: {reason}")

@@ -3,6 +3,9 @@
 A task's requests are honored, or the folder is refused with the reason. The network is narrower than in Harbor: without an
 explicit `network_mode = "public"` a task reaches only the gateway, even if it lists allowed hosts, because an allow-list
 cannot be enforced here.
+
+A folder is data. Its files are opened without following links, it names its own files relative to itself, and variables of
+this machine (`${VAR}`) are read only if the user trusts it with them.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ import os
 import re
 import shlex
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from towline.common.data_files import DataFolder, UnsafePath
 from towline.schema import Task
-from towline.tasks.fields import SourceLocation, TaskDefaults
+from towline.schema.trust import Grant
+from towline.tasks.fields import HARBOR_KEY, SourceLocation, TaskDefaults
 from towline.tasks.harbor_toml import (
     Artifacts,
     EnvironmentTable,
@@ -26,9 +32,11 @@ from towline.tasks.harbor_toml import (
     MissingVariable,
     StepTable,
     expand_all,
+    references,
 )
 
 FILE = "task.toml"
+DOCKERFILE = "environment/Dockerfile"
 WORKDIR = "/app"
 """Default working folder of a task that sets neither `environment.workdir` nor WORKDIR in its Dockerfile."""
 LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
@@ -40,45 +48,64 @@ _MARGIN = 60.0
 
 def load_folder(folder: Path, defaults: TaskDefaults) -> Task:
     """The task of a Harbor folder."""
-    folder = folder.resolve()
-    location = SourceLocation(folder / FILE)
-    config = _config(location)
-    _refuse(config, folder, location)
-    name = config.task.name if config.task else folder.name
-    ignored = config.unknown()
-    notes = [f"ignored in {FILE}: {', '.join(ignored)}"] if ignored else []
-    network = _network(config, notes)
+    data = defaults.folder(folder.resolve())
+    location = SourceLocation(data.path / FILE)
     try:
-        values: dict[str, Any] = {
-            "task_id": name,
-            "instruction": _instruction(folder, config),
-            "steps": _steps(folder, config, location),
-            "harness": defaults.harness,
-            "harness_options": dict(defaults.harness_options),
-            "num_samples": defaults.samples or 1,
-            "environment": _environment(folder, config, location) | {"network": network},
-            "evaluator": _evaluator(folder, config),
-            "timeouts": _timeouts(config),
-            "metadata": _metadata(folder, config, notes),
-        }
+        return _load(data, location, defaults)
     except MissingVariable as error:
         raise location.error("env", str(error)) from error
-    try:
-        return Task.model_validate(values)
-    except ValidationError as error:
-        raise location.invalid(error) from error
+    except UnsafePath as error:
+        raise location.unsafe(error) from error
 
 
-def _config(location: SourceLocation) -> HarborToml:
+def _load(folder: DataFolder, location: SourceLocation, defaults: TaskDefaults) -> Task:
+    config = _config(folder, location)
+    _refuse(config, folder, location)
+    ignored = config.unknown()
+    notes = [f"ignored in {FILE}: {', '.join(ignored)}"] if ignored else []
+    variables = FolderVariables(location, os.environ if Grant.ENV in defaults.trust else None)
+    values: dict[str, Any] = {
+        "task_id": config.task.name if config.task else folder.path.name,
+        "instruction": _instruction(folder, config),
+        "steps": _steps(folder, config, location),
+        "num_samples": defaults.samples or 1,
+        "environment": _environment(folder, config, location, variables) | {"network": _network(config, notes)},
+        "evaluator": _evaluator(folder, config, variables),
+        "timeouts": _timeouts(config),
+        "metadata": {name: value for name, value in config.metadata.items() if name != HARBOR_KEY},
+    }
+    task = defaults.admit(values, folder.path, location)
+    return task.model_copy(update={"metadata": {**task.metadata, HARBOR_KEY: _about(folder.path, config, notes)}})
+
+
+class FolderVariables:
+    """Expands `${VAR}` from this machine's variables, if the user trusts the folder with them; else refuses."""
+
+    def __init__(self, location: SourceLocation, known: Mapping[str, str] | None):
+        self._location = location
+        self._known = known
+
+    def expand(self, place: str, texts: Mapping[str, str]) -> dict[str, str]:
+        if self._known is None:
+            for name, text in texts.items():
+                if wanted := references(text):
+                    raise self._location.error(
+                        f"{place}.{name}",
+                        f"reads the variable {wanted[0]} of this machine; to allow it: --trust {Grant.ENV}",
+                    )
+        return expand_all(texts, self._known or {})
+
+
+def _config(folder: DataFolder, location: SourceLocation) -> HarborToml:
     try:
-        return HarborToml.model_validate(tomllib.loads(location.path.read_text("utf-8")))
+        return HarborToml.model_validate(tomllib.loads(folder.read_text(FILE)))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise location.error("", str(error)) from error
     except ValidationError as error:
         raise location.invalid(error) from error
 
 
-def _refuse(config: HarborToml, folder: Path, location: SourceLocation) -> None:
+def _refuse(config: HarborToml, folder: DataFolder, location: SourceLocation) -> None:
     environment = config.environment
     if environment.gpus or environment.tpu:
         raise location.error("environment.gpus", "sandboxes have no GPU or TPU; remove the requirement")
@@ -94,40 +121,42 @@ def _refuse(config: HarborToml, folder: Path, location: SourceLocation) -> None:
         raise location.error("environment.os", f"sandboxes run Linux, not {environment.os}")
     if environment.mcp_servers:
         raise location.error("environment.mcp_servers", "MCP servers beside the sandbox are not supported; remove them")
-    compose = next((name for name in _COMPOSE if (folder / "environment" / name).exists()), None)
+    compose = next((name for name in _COMPOSE if os.path.lexists(folder.path / "environment" / name)), None)
     if compose:
-        raise SourceLocation(folder / "environment" / compose).error("", "not supported; a task runs in one sandbox")
-    if not environment.docker_image and not (folder / "environment" / "Dockerfile").is_file():
+        raise SourceLocation(folder.path / "environment" / compose).error(
+            "", "not supported; a task runs in one sandbox"
+        )
+    if not environment.docker_image and not folder.is_file(DOCKERFILE):
         raise location.error("environment", "needs environment/Dockerfile or docker_image")
 
 
-def _instruction(folder: Path, config: HarborToml) -> str:
+def _instruction(folder: DataFolder, config: HarborToml) -> str:
     """The task's instruction, or the instructions of its steps in order."""
     if not config.steps:
-        return _text(folder / "instruction.md")
+        return _text(folder, "instruction.md")
     parts = []
     for number, step in enumerate(config.steps, 1):
-        text = _text(folder / "steps" / step.name / "instruction.md").strip()
+        text = _text(folder, f"steps/{step.name}/instruction.md").strip()
         parts.append(f"# Step {number} of {len(config.steps)}\n\n{text}\n")
     return "\n".join(parts)
 
 
-def _steps(folder: Path, config: HarborToml, location: SourceLocation) -> list[dict[str, Any]]:
+def _steps(folder: DataFolder, config: HarborToml, location: SourceLocation) -> list[dict[str, Any]]:
     """Each step with its files, its set-up and its time limit."""
-    workdir = _workdir(config.environment, folder / "environment" / "Dockerfile", location)
+    workdir = _workdir(config.environment, folder, location)
     made = []
     for step in config.steps:
-        brought = folder / "steps" / step.name / "workdir"
+        brought = f"steps/{step.name}/workdir"
         setup = []
-        if (brought / "setup.sh").is_file():
-            setup.append(f"{shell_of(brought / 'setup.sh')} ./setup.sh")
+        if folder.is_file(f"{brought}/setup.sh"):
+            setup.append(f"{shell_of(folder, f'{brought}/setup.sh')} ./setup.sh")
         if step.healthcheck:
             setup.append(_healthy(step.healthcheck))
         made.append(
             {
                 "name": step.name,
-                "instruction": _text(folder / "steps" / step.name / "instruction.md"),
-                "files": [{"target": workdir, "source": str(brought)}] if brought.is_dir() else [],
+                "instruction": _text(folder, f"steps/{step.name}/instruction.md"),
+                "files": [{"target": workdir, "source": brought}] if folder.is_folder(brought) else [],
                 "setup": setup,
                 "seconds": step.agent.timeout_sec,
             }
@@ -135,19 +164,19 @@ def _steps(folder: Path, config: HarborToml, location: SourceLocation) -> list[d
     return made
 
 
-def shell_of(script: Path) -> str:
+def shell_of(folder: DataFolder, script: str) -> str:
     """The shell in a script's shebang. Scripts are run by name of their shell because the executable bit is easily lost."""
-    with open(script, "rb") as file:
-        first = file.readline(200)
+    first = folder.read_bytes(script).partition(b"\n")[0][:200]
     return "bash" if first.startswith(b"#!") and b"bash" in first else "sh"
 
 
-def _environment(folder: Path, config: HarborToml, location: SourceLocation) -> dict[str, Any]:
+def _environment(
+    folder: DataFolder, config: HarborToml, location: SourceLocation, variables: FolderVariables
+) -> dict[str, Any]:
     table = config.environment
-    dockerfile = folder / "environment" / "Dockerfile"
     made: dict[str, Any] = {
-        "env": expand_all(table.env, os.environ),
-        "workdir": _workdir(table, dockerfile, location),
+        "env": variables.expand("environment.env", table.env),
+        "workdir": _workdir(table, folder, location),
         "setup": [f"mkdir -p {' '.join(LOGS)}"],
         "user": config.agent.user or "",
         "resources": {"cpus": table.cpus, "memory_mb": table.memory_mb, "disk_mb": table.storage_mb},
@@ -158,13 +187,13 @@ def _environment(folder: Path, config: HarborToml, location: SourceLocation) -> 
     if table.docker_image:
         made["root"] = table.docker_image
     else:
-        made["build"] = str(dockerfile.parent)
+        made["build"] = "environment"
     if table.healthcheck:
         made["setup"].append(_healthy(table.healthcheck))
     return made
 
 
-def _workdir(table: EnvironmentTable, dockerfile: Path, location: SourceLocation) -> str:
+def _workdir(table: EnvironmentTable, folder: DataFolder, location: SourceLocation) -> str:
     if table.workdir:
         if not table.workdir.startswith("/"):
             raise location.error("environment.workdir", "must be an absolute path")
@@ -172,7 +201,7 @@ def _workdir(table: EnvironmentTable, dockerfile: Path, location: SourceLocation
     if not table.docker_image:
         # A later WORKDIR may be relative to the previous one.
         at = ""
-        for given in _WORKDIR.findall(_text(dockerfile)):
+        for given in _WORKDIR.findall(_text(folder, DOCKERFILE)):
             at = os.path.normpath(os.path.join(at or "/", given.strip("\"'")))
         if at and "$" not in at and at != "/":
             return at
@@ -200,39 +229,41 @@ def _healthy(check: Healthcheck) -> str:
     )
 
 
-def _evaluator(folder: Path, config: HarborToml) -> dict[str, Any]:
+def _evaluator(folder: DataFolder, config: HarborToml, variables: FolderVariables) -> dict[str, Any]:
     verifier = config.verifier
     made: dict[str, Any] = {
         "kind": "harbor",
-        "tests": str(folder / "tests"),
+        "tests": "tests",
         "environment_mode": verifier.environment_mode or "separate",
-        "env": expand_all(verifier.env, os.environ),
+        "env": variables.expand("verifier.env", verifier.env),
         "user": verifier.user or "",
         "seconds": verifier.timeout_sec,
         "artifacts": _sources(config.artifacts),
-        "secret": [str(folder / part) for part in ("tests", "solution", "steps") if (folder / part).is_dir()],
+        "secret": [part for part in ("tests", "solution", "steps") if folder.is_folder(part)],
     }
     if config.steps:
-        made["steps"] = [_step(folder, step, config) for step in config.steps]
+        made["steps"] = [_step(folder, step, config, variables) for step in config.steps]
         made["strategy"] = config.multi_step_reward_strategy
-        if not (folder / "tests").is_dir():
+        if not folder.is_folder("tests"):
             made["tests"] = ""
-    elif not (folder / "tests" / "test.sh").is_file():
-        raise SourceLocation(folder / "tests" / "test.sh").error("", "missing; it scores the task")
+    elif not folder.is_file("tests/test.sh"):
+        raise SourceLocation(folder.path / "tests" / "test.sh").error("", "missing; it scores the task")
     return made
 
 
-def _step(folder: Path, step: StepTable, config: HarborToml) -> dict[str, Any]:
-    tests = folder / "steps" / step.name / "tests"
-    if not (tests / "test.sh").is_file() and not (folder / "tests" / "test.sh").is_file():
-        raise SourceLocation(tests / "test.sh").error("", "missing; add one for this step, or one for the whole task")
+def _step(folder: DataFolder, step: StepTable, config: HarborToml, variables: FolderVariables) -> dict[str, Any]:
+    tests = f"steps/{step.name}/tests"
+    if not folder.is_file(f"{tests}/test.sh") and not folder.is_file("tests/test.sh"):
+        raise SourceLocation(folder.path / tests / "test.sh").error(
+            "", "missing; add one for this step, or one for the whole task"
+        )
     own = "timeout_sec" in step.verifier.model_fields_set
     return {
         "name": step.name,
-        "tests": str(tests) if tests.is_dir() else "",
+        "tests": tests if folder.is_folder(tests) else "",
         "min_reward": step.min_reward,
         "seconds": step.verifier.timeout_sec if own else config.verifier.timeout_sec,
-        "env": expand_all(step.verifier.env, os.environ),
+        "env": variables.expand(f"steps.{step.name}.verifier.env", step.verifier.env),
         "artifacts": _sources(step.artifacts),
     }
 
@@ -246,7 +277,7 @@ def _timeouts(config: HarborToml) -> dict[str, Any]:
     }
 
 
-def _metadata(folder: Path, config: HarborToml, notes: list[str]) -> dict[str, Any]:
+def _about(folder: Path, config: HarborToml, notes: list[str]) -> dict[str, Any]:
     about: dict[str, Any] = {"folder": str(folder), "schema_version": config.schema_version}
     if config.task:
         about |= {"version": config.task.version, "description": config.task.description}
@@ -257,20 +288,23 @@ def _metadata(folder: Path, config: HarborToml, notes: list[str]) -> dict[str, A
         about["steps"] = [step.name for step in config.steps]
     if notes:
         about["notes"] = notes
-    return {**config.metadata, "harbor": about}
+    return about
 
 
 def _sources(*lists: Artifacts) -> list[str]:
     return list(dict.fromkeys(artifact.source for artifacts in lists for artifact in artifacts))
 
 
-def _text(path: Path) -> str:
+def _text(folder: DataFolder, name: str) -> str:
+    place = SourceLocation(folder.path / name)
     try:
-        text = path.read_text("utf-8")
+        text = folder.read_text(name)
     except FileNotFoundError as error:
-        raise SourceLocation(path).error("", "missing") from error
+        raise place.error("", "missing") from error
+    except UnsafePath as error:
+        raise place.unsafe(error) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise SourceLocation(path).error("", f"cannot be read: {error}") from error
+        raise place.error("", f"cannot be read: {error}") from error
     if not text.strip():
-        raise SourceLocation(path).error("", "is empty")
+        raise place.error("", "is empty")
     return text

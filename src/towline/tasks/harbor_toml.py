@@ -2,7 +2,7 @@
 
 Keys that Towline does not use are listed in the task's metadata; keys that change what the task means and cannot be
 honored are refused. Older spellings (`version`, `memory`, `storage`, `allow_internet`) are accepted. `${VAR}` and
-`${VAR:-default}` in environment tables are expanded from the loader's environment.
+`${VAR:-default}` in environment tables are expanded from the loader's environment, for folders that the user trusts with it.
 """
 
 from __future__ import annotations
@@ -179,6 +179,11 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
         return default
 
     return _REFERENCE.sub(value, text)
+
+
+def references(text: str) -> list[str]:
+    """The variables that a text refers to."""
+    return [match[1] for match in _REFERENCE.finditer(text)]
 
 
 def expand_all(texts: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,8 @@
 """From paths to tasks: Harbor folders, and JSON lines whose kind is recognized by their fields.
 
+Files are data: their tasks name nothing of this machine but files in their own folder, opened without following links
+(`fields.TaskDefaults.admit`); the user widens that with `--trust`.
+
 The loader is chosen by what a path contains, never by its name alone. A folder with `task.toml` is a Harbor task; any other
 folder contains Harbor tasks and JSONL files, one level down. Every error names the file, the line and the field.
 
@@ -20,13 +23,14 @@ the NeMo Gym adapter can return it with its result.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
+from towline.common.data_files import UnsafePath
 from towline.schema import Task
+from towline.schema.trust import Grant, RootRegistry
 from towline.tasks import coding, harbor, swe_layouts
 from towline.tasks.fields import SourceLocation, TaskDefaults, TaskError, instruction_text
 
@@ -58,22 +62,24 @@ _SHORT = 200
 BOXED = "\n\nEnd your last message with the final answer in \\boxed{}."
 
 
-def load_file(path: Path, defaults: TaskDefaults) -> list[tuple[str, Task]]:
-    """The tasks of a file, each with its location; empty lines are skipped."""
-    found = []
+def load_file(path: Path, defaults: TaskDefaults, *, found: bool = False) -> list[tuple[str, Task]]:
+    """The tasks of a file, each with its location; empty lines are skipped. `found`: the user did not name it himself."""
+    tasks = []
     try:
-        with open(path, encoding="utf-8") as lines:
+        follow = not found or defaults.folder(path.parent).links
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+        with open(descriptor, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     location = SourceLocation(path, number)
-                    found.append((str(location), task_of(_object(line, location), location, defaults)))
+                    tasks.append((str(location), task_of(_object(line, location), location, defaults)))
     except UnicodeDecodeError as error:
         raise SourceLocation(path).error("", f"not UTF-8 text: {error}") from error
     except OSError as error:
         raise SourceLocation(path).error("", f"cannot be read: {error}") from error
-    if not found:
+    if not tasks:
         raise SourceLocation(path).error("", "the file contains no task")
-    return found
+    return tasks
 
 
 def task_of(row: Row, location: SourceLocation, defaults: TaskDefaults) -> Task:
@@ -101,21 +107,13 @@ def task_of(row: Row, location: SourceLocation, defaults: TaskDefaults) -> Task:
 
 
 def _task(values: Row, location: SourceLocation, defaults: TaskDefaults) -> Task:
-    if not values.get("harness"):
-        values["harness"] = defaults.harness
-    if values["harness"] == defaults.harness:
-        given = values.get("harness_options") or {}
-        values["harness_options"] = {**defaults.harness_options, **given} if isinstance(given, dict) else given
     if defaults.samples is not None:
         values["num_samples"] = defaults.samples
         minimum = values.get("min_samples")
         if isinstance(minimum, int):
             values["min_samples"] = min(minimum, defaults.samples)
     values.setdefault("task_id", _identity(values, location))
-    try:
-        return Task.model_validate(values)
-    except ValidationError as error:
-        raise location.invalid(error) from error
+    return defaults.admit(values, location.path.parent, location)
 
 
 def _reader(row: Row, location: SourceLocation) -> Callable[[Row, SourceLocation], Row]:
@@ -191,10 +189,20 @@ def load_tasks(
     harness: str,
     samples: int | None = None,
     harness_options: Mapping[str, Any] | None = None,
+    trust: Collection[Grant] = (),
+    registry: RootRegistry | None = None,
+    uploads: bool = False,
 ) -> list[Task]:
     """All tasks at the paths, in order. `harness` and its options are the defaults for tasks that name none; `samples`
-    overrides every task's number of samples."""
-    defaults = TaskDefaults(harness, dict(harness_options or {}), samples)
+    overrides every task's number of samples. `trust` is what the files may name besides their own folders."""
+    defaults = TaskDefaults(
+        harness,
+        dict(harness_options or {}),
+        samples,
+        trust=frozenset(trust),
+        registry=registry or RootRegistry(),
+        uploads=uploads,
+    )
     tasks: list[Task] = []
     origin: dict[str, str] = {}
     for path in map(Path, paths):
@@ -207,14 +215,11 @@ def load_tasks(
 
 
 def _at(path: Path, defaults: TaskDefaults) -> list[tuple[str, Task]]:
+    """The tasks at a path that the user names, which may be a link."""
     if path.is_dir():
         if (path / harbor.FILE).is_file():
             return [(str(path), harbor.load_folder(path, defaults))]
-        inside = [entry for entry in sorted(path.iterdir()) if not entry.name.startswith(".")]
-        found = [entry for entry in inside if (entry / harbor.FILE).is_file() or entry.suffix in JSONL_SUFFIXES]
-        if not found:
-            raise TaskError(f"{path}: no task found; expected Harbor folders with {harbor.FILE}, or *.jsonl files")
-        return [task for entry in found for task in _at(entry, defaults)]
+        return _in_folder(path, defaults)
     if path.is_file():
         if path.name == harbor.FILE:
             return [(str(path), harbor.load_folder(path.parent, defaults))]
@@ -222,3 +227,23 @@ def _at(path: Path, defaults: TaskDefaults) -> list[tuple[str, Task]]:
     if (shipped := SHIPPED.get(str(path))) is not None:
         return load_file(shipped, defaults)
     raise TaskError(f"{path} does not exist; shipped data sets: {', '.join(SHIPPED)}")
+
+
+def _in_folder(path: Path, defaults: TaskDefaults) -> list[tuple[str, Task]]:
+    """The tasks one level down, which are data: a link among them is refused."""
+    inside = [entry for entry in sorted(path.iterdir()) if not entry.name.startswith(".")]
+    folders = [entry for entry in inside if (entry / harbor.FILE).is_file()]
+    files = [entry for entry in inside if entry not in folders and entry.suffix in JSONL_SUFFIXES]
+    if not folders and not files:
+        raise TaskError(f"{path}: no task found; expected Harbor folders with {harbor.FILE}, or *.jsonl files")
+    found: list[tuple[str, Task]] = []
+    for entry in (one for one in inside if one in folders or one in files):
+        try:
+            defaults.folder(path).find(entry.name)
+        except UnsafePath as error:
+            raise SourceLocation(entry).unsafe(error) from error
+        if entry in folders:
+            found.append((str(entry), harbor.load_folder(entry, defaults)))
+        else:
+            found += load_file(entry, defaults, found=True)
+    return found

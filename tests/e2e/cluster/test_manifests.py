@@ -43,7 +43,7 @@ def validate(path: Path, document: dict[str, Any]) -> str:
 @pytest.mark.parametrize("settings", [FULL, MINIMAL], ids=["full", "minimal"])
 def test_every_object_is_valid(tmp_path: Path, settings: str) -> None:
     (tmp_path / "towline.toml").write_text(settings)
-    command = [sys.executable, "-m", "towline", "cluster", "up", "--dry-run"]
+    command = [sys.executable, "-m", "towline", "cluster", "up", "--config", "towline.toml", "--dry-run"]
     shown = subprocess.run(
         command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120, check=True
     )

@@ -83,6 +83,7 @@ def toml(value: Any) -> str:
 
 def said(slurm: SlurmCluster, *words: str, folder: Path, seconds: float = PATIENCE, **variables: str) -> Any:
     """What a command of the user printed with `--json`."""
+    variables = {"TOWLINE_CONFIG": "towline.toml"} | variables
     done = slurm.towline(*words, "--json", cwd=folder, seconds=seconds, **variables)
     logs = "".join(path.read_text(errors="replace")[-4000:] for path in folder.glob("*/cluster/job-*.log"))
     assert done.returncode == 0, f"towline {' '.join(words)}: {done.stdout[-2000:]}{done.stderr[-3000:]}\n{logs}"
@@ -127,7 +128,7 @@ def test_a_job_of_an_ordinary_user_runs_fifty_sessions(slurm: SlurmCluster) -> N
     assert [one["state"] for one in sessions] == ["done"] * SESSIONS
 
     # One job at a time uses a data folder.
-    again = slurm.towline("cluster", "up", cwd=folder)
+    again = slurm.towline("cluster", "up", cwd=folder, TOWLINE_CONFIG="towline.toml")
     assert again.returncode == 1
     assert f"slurm {job['job_id']} is RUNNING; stop it first: towline cluster down" in again.stderr
     assert said(slurm, "cluster", "down", folder=folder) == {"stopped": job["job_id"]}

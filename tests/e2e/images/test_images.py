@@ -346,7 +346,7 @@ def test_sessions_and_prefetch_by_the_command_line(host: str, context: Path, tmp
     )
 
     def towline(*words: str, code: int = 0) -> Any:
-        command = [sys.executable, "-m", "towline", *words, "--json"]
+        command = [sys.executable, "-m", "towline", *words, "--config", "towline.toml", "--json"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == code, done.stdout[-2000:] + done.stderr[-2000:]
         return json.loads(done.stdout)

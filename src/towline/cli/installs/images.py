@@ -25,14 +25,19 @@ app = typer.Typer(no_args_is_help=True, help="Prefetch, list and prune images (n
 
 
 @app.command()
-def pull(tasks: options.Tasks, config: options.Config = None, as_json: options.Json = False) -> None:
+def pull(
+    tasks: options.Tasks,
+    trust: options.Trust = None,
+    config: options.Config = None,
+    as_json: options.Json = False,
+) -> None:
     """Pull the images of tasks and build their Dockerfiles, ahead of their sessions.
 
     A tag means what its registry says now, until the next pull. Exits with status 1 if an image could not be made.
     """
     console = terminal.console(as_json)
     settings = Settings.load(config)
-    loaded = load_tasks(tasks, "", None, [], console)
+    loaded = load_tasks(tasks, "", None, [], console, trust=trust, settings=settings)
     results = terminal.run_async(_pull(settings, loaded, console))
     failed = [one for one in results if one["error"]]
     if as_json:

@@ -128,7 +128,7 @@ async def _serve(settings: Settings, console: Console, as_json: bool, script: Pa
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, on_signal)
-    async with serving(settings.server, fleet) as running:
+    async with serving(settings.server, fleet, settings.registry) as running:
         started.set()
         problems = running.service.problems
         if as_json:

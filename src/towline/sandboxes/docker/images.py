@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from towline.common.image_references import is_complete
 from towline.sandboxes.base import SandboxError, Unsupported
 from towline.sandboxes.docker.client import DockerClient, DockerError, file_chunks, folder_tar, quote_segment
 
@@ -128,8 +129,8 @@ class DockerImages:
 
 
 def is_path(root: str) -> bool:
-    """Whether a root is a path of this machine rather than an image."""
-    return root.startswith(("/", "./", "../")) or os.path.exists(root)
+    """Whether a root is a path of this machine rather than an image; a complete name is always an image."""
+    return not is_complete(root) and (root.startswith(("/", "./", "../")) or os.path.exists(root))
 
 
 def _fingerprint(path: Path) -> tuple[str, int, int]:

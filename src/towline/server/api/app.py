@@ -29,6 +29,7 @@ from towline.common.sockets import is_loopback
 from towline.config import ServerSettings
 from towline.errors import ConfigError, DamagedData
 from towline.schema import Problem
+from towline.schema.trust import RootRegistry
 from towline.server.api import result_routes, routes
 from towline.server.api.dependencies import Reader, ServiceDep
 from towline.server.api.docs_page import docs_page
@@ -187,9 +188,11 @@ class Serving:
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: ServerSettings, runner: Runner) -> AsyncIterator[Serving]:
+async def serving(
+    settings: ServerSettings, runner: Runner, registry: RootRegistry | None = None
+) -> AsyncIterator[Serving]:
     """Serve until the block ends; then let sessions end, save the turns of the others, and close the runner."""
-    service = Service(settings, runner)
+    service = Service(settings, runner, registry=registry)
     try:
         if not settings.auth and not is_loopback(settings.host):
             raise ConfigError(

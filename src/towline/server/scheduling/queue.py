@@ -2,8 +2,7 @@
 
 The queue is the index `sessions_waiting` and nothing in memory: a waiting session costs one row, and claiming the next
 costs the same however many wait behind it. `admit` rejects everything that can be known to be wrong before anything runs,
-with the field at fault. A key with role `submit` describes work; it does not get the server's machine: whatever reaches
-outside a sandbox needs an admin key, or an operator who trusts the submitters.
+with the field at fault. What an untrusted task may name is decided in `task_trust.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,12 @@ from towline.config import ServerSettings
 from towline.schema import Accepted, FailureReason, Session, SessionState, Task, TaskState
 from towline.schema.entities import digest_values
 from towline.schema.files import dump_json
+from towline.schema.trust import RootRegistry
 from towline.server.delivery.callbacks import check_callback
-from towline.server.errors import Forbidden, InvalidInput, QueueFull, ResourceConflict
+from towline.server.errors import InvalidInput, QueueFull, ResourceConflict
 from towline.server.pacing.pacer import PaceGate
 from towline.server.scheduling.ending import session_event, waiting_row
+from towline.server.scheduling.task_trust import admitted
 from towline.server.store import tables
 from towline.server.store.database import Store
 from towline.server.store.queries import session_of
@@ -285,7 +286,15 @@ async def count_waiting(store: Store) -> int:
     return int(found or 0)
 
 
-async def admit(task: Task, field: str, *, runner: Runner, settings: ServerSettings, trusted: bool) -> SerializedTask:
+async def admit(
+    task: Task,
+    field: str,
+    *,
+    runner: Runner,
+    settings: ServerSettings,
+    trusted: bool,
+    registry: RootRegistry | None = None,
+) -> SerializedTask:
     """Validate a submitted task; returns it serialized. Raises `InvalidInput` or `Forbidden`."""
 
     def at(name: str) -> str:
@@ -297,11 +306,14 @@ async def admit(task: Task, field: str, *, runner: Runner, settings: ServerSetti
         raise InvalidInput("must not be blank, or start or end with a space", field=at("task_id"))
     if task.callback is not None:
         check_callback(task.callback, settings.callback_hosts, at("callback"))
-    if not trusted and not settings.trust_submitters:
-        for name in runner.host_access(task):
-            raise Forbidden(
-                "this reaches outside the sandbox: use an admin key, or set server.trust_submitters", field=at(name)
-            )
+    task = admitted(
+        task,
+        field,
+        trusted=trusted,
+        settings=settings,
+        registry=registry or RootRegistry(),
+        default_sandbox=runner.default_sandbox,
+    )
     one = serialize_task(task, field)
     try:
         await runner.check(task)
