@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from towline.cli import terminal
 from towline.cluster import child_hosts
 from towline.cluster.child_hosts import ChildHosts, HostKilled, local_places
 from towline.cluster.remote_node import HostAddress
@@ -47,13 +48,17 @@ async def started(tmp_path: Path) -> tuple[ChildHosts, list[HostAddress]]:
 
 
 @pytest.mark.usefixtures("kills")
-async def test_a_host_has_the_session_of_its_server_and_a_group_of_its_own(tmp_path: Path) -> None:
+def test_a_host_has_the_session_of_its_server_and_a_group_of_its_own(tmp_path: Path) -> None:
     """In one session their nice values are compared; in one process group, Ctrl-C would reach the host."""
-    hosts, (found,) = await started(tmp_path)
-    pid = int(found.url.rpartition("/")[2])
-    assert os.getsid(pid) == os.getsid(0)
-    assert os.getpgid(pid) == pid
-    await hosts.close()
+
+    async def check() -> None:
+        hosts, (found,) = await started(tmp_path)
+        pid = int(found.url.rpartition("/")[2])
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid
+        await hosts.close()
+
+    terminal.run_async(check())  # the event loop of `towline serve`
 
 
 @pytest.mark.usefixtures("kills")

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -157,8 +158,8 @@ class _Child:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             # Ctrl-C is for the server, which ends its hosts in order. Not a session of its own: a kernel that schedules
-            # by session would compare the host's priority with nothing but the host.
-            process_group=0,
+            # by session would compare the host's priority with nothing but the host. (uvloop has no `process_group`.)
+            preexec_fn=os.setpgrp,
         )
         assert process.stdin is not None
         assert process.stdout is not None
