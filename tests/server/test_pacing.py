@@ -119,7 +119,7 @@ async def test_sessions_start_at_the_pace_of_updates_oldest_groups_first(databas
         assert [(one.groups, one.trained) for one in biased.quartiles] == [(1, 0), (1, 0), (1, 0), (2, 0)]
         text = (await r.caller.call("GET", "/metrics")).body.decode()
         assert "towline_pacing_idle_slot_seconds" in text
-        assert 'towline_trained_share{consumer="c",quartile="4"}' in text
+        assert 'towline_trained_share{consumer="c",quartile="4",tenant="default"}' in text
 
 
 async def test_a_restart_keeps_the_pace(database: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ async def test_unknown_query_parameters_are_rejected(tmp_path: Path) -> None:
             assert (answer.status, answer.body["field"]) == (400, "max_stalenes"), (method, path, answer)
         assert (await r.caller.call("GET", "/v1/results", consumer="c", max_stalenes=1)).body["error"] == (
             "/v1/results has no query parameter 'max_stalenes'; allowed: consumer, groups_per_update, lease, max, "
-            "max_staleness, prefix, stale, start, unit, wait"
+            "max_staleness, prefix, stale, start, tenant, unit, wait"
         )
         assert "takes none" in (await r.caller.call("GET", "/healthz", verbose=1)).body["error"]
         assert len(await r.caller.lease("c2", max_staleness=1)) == 1  # what was refused took nothing
@@ -170,10 +170,10 @@ async def test_metrics(database: str, tmp_path: Path) -> None:
             "towline_turns_total 4.0",
             "towline_sampled_tokens_total 64.0",
             'towline_stage_seconds_count{stage="run"} 5.0',
-            'towline_consumer_lag{consumer="quick",unit="session"} 2.0',
-            'towline_consumer_lag{consumer="slow",unit="session"} 3.0',
-            'towline_consumer_lag{consumer="some",unit="group"} 0.0',
-            'towline_leases_open{consumer="slow",unit="session"} 1.0',
+            'towline_consumer_lag{consumer="quick",tenant="default",unit="session"} 2.0',
+            'towline_consumer_lag{consumer="slow",tenant="default",unit="session"} 3.0',
+            'towline_consumer_lag{consumer="some",tenant="default",unit="group"} 0.0',
+            'towline_leases_open{consumer="slow",tenant="default",unit="session"} 1.0',
             "towline_database_up 1.0",
             "towline_queue_held 0.0",
             "towline_broken 0.0",

@@ -8,6 +8,7 @@ evaluator's are set up by the same function from the same environment, so that t
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from towline.sandboxes.pool import SandboxPool
 from towline.sandboxes.registry import make_runtime
 from towline.sandboxes.starts import LimitedRuntime, StartLimiter, default_start_limit
 from towline.schema import Environment, Network, SandboxKind, Step, Task
+from towline.schema.files import dump_json
 
 
 class SandboxRuntimes:
@@ -122,14 +124,16 @@ class TaskPreparer:
         self.settings = settings
         self.runtimes = runtimes
         self.installs = installs
-        self._prepared: dict[str, asyncio.Future[PreparedTask]] = {}
+        self._prepared: dict[str, dict[bytes, asyncio.Future[PreparedTask]]] = {}
+        """By task id and the digest of the task: two tenants may have different tasks with the same id."""
 
     async def prepare(self, task: Task) -> PreparedTask:
         """Prepare a task once for all its sessions; after a failure, the next session tries again."""
-        future = self._prepared.get(task.task_id)
+        digest = hashlib.sha256(dump_json(task)).digest()
+        mine = self._prepared.setdefault(task.task_id, {})
+        future = mine.get(digest)
         if future is None or (future.done() and (future.cancelled() or future.exception() is not None)):
-            future = asyncio.ensure_future(self._prepare(task))
-            self._prepared[task.task_id] = future
+            future = mine[digest] = asyncio.ensure_future(self._prepare(task))
         return await asyncio.shield(future)
 
     def forget(self, task_id: str) -> None:

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from towline.errors import TowlineError
-from towline.schema.base import Count, Id, Json, Model, Scores
-from towline.schema.vocabulary import EndReason, FailureReason, RewardStatus, SessionState
+from towline.schema.base import Count, Id, Json, Model, Scores, TenantName
+from towline.schema.vocabulary import DEFAULT_TENANT, EndReason, FailureReason, RewardStatus, SessionState
 
 
 class ImageBase(StrEnum):
@@ -271,6 +271,8 @@ class Session(Model):
     updated: float = 0.0
     """Unix times."""
     metadata: Json = Field(default_factory=dict)
+    tenant: TenantName = DEFAULT_TENANT
+    """Whose task it is of."""
 
     def advance(
         self,

@@ -15,7 +15,7 @@ from towline.schema.base import Count, Id, Json, Model
 from towline.schema.early_stop import EarlyStop
 from towline.schema.entities import Session
 from towline.schema.outcomes import SessionSummary
-from towline.schema.vocabulary import FailureReason, SessionState
+from towline.schema.vocabulary import DEFAULT_TENANT, FailureReason, SessionState
 
 
 class Unit(StrEnum):
@@ -100,6 +100,8 @@ class TaskStatus(Model):
     """The latest attempt at every sample; empty in lists of tasks."""
     attempts: list[Session] = Field(default_factory=list)
     """Every attempt at every sample, in order; empty in lists of tasks."""
+    tenant: str = DEFAULT_TENANT
+    """Who owns it: task ids are unique per tenant."""
 
 
 class SessionResult(SessionSummary):
@@ -199,6 +201,7 @@ class ConsumerPace(Model):
     """A consumer that declared `groups_per_update`, or used or dropped groups since the server started."""
 
     consumer: Id
+    tenant: str = DEFAULT_TENANT
     groups_per_update: int | None = None
     """`None` for a consumer without a pace, which only has quartiles."""
     max_staleness: int | None = None
@@ -252,6 +255,7 @@ class SlowSession(Model):
     compared_with: Compared | None = None
     straggler: bool = False
     """Whether `seconds` is more than 3 times the median."""
+    tenant: str = DEFAULT_TENANT
 
 
 class Policy(Model):
@@ -283,6 +287,8 @@ class Event(Model):
     kind: str
     """`task`, `session`, `result`, `policy`, `breaker`; `missed` for those that are no longer kept."""
     body: Json
+    tenant: str = ""
+    """Whose task it is about; empty for an event of the whole service."""
 
 
 class Problem(Model):

@@ -78,14 +78,28 @@ class Events:
         async with self.store.read() as tx:
             return int(await tx.scalar(select(table.c.value).where(table.c.name == "events")) or 0)
 
-    async def after(self, seq: int) -> list[Event]:
-        table = tables.events
+    async def oldest(self) -> int:
+        """The first event that is still kept; 0 if there is none."""
         async with self.store.read() as tx:
-            rows = await tx.execute(select(table).where(table.c.seq > seq).order_by(table.c.seq).limit(_PAGE))
-            return [_event(row) for row in rows]
+            return int(await tx.scalar(select(func.min(tables.events.c.seq))) or 0)
 
-    async def stream(self, after: int | None, limit: int | None, idle: float | None) -> AsyncIterator[bytes]:
-        """Server-sent events from the one after `after`, or from now; ends after `limit` events or `idle` seconds."""
+    async def after(self, seq: int, tenant: str | None = None) -> list[Event]:
+        """The next events that concern a tenant, or all of them."""
+        table = tables.events
+        page = select(table).where(table.c.seq > seq).order_by(table.c.seq).limit(_PAGE)
+        # One query per owner, so that each reads only its own part of the index.
+        queries = [page.where(*tables.owned_by(table, owner)) for owner in ([None] if tenant is None else [tenant, ""])]
+        async with self.store.read() as tx:
+            rows = {row.seq: row for query in queries for row in await tx.execute(query)}
+        return [_event(rows[seq]) for seq in sorted(rows)[:_PAGE]]
+
+    async def stream(
+        self, after: int | None, limit: int | None, idle: float | None, tenant: str | None = None
+    ) -> AsyncIterator[bytes]:
+        """Server-sent events from the one after `after`, or from now; ends after `limit` events or `idle` seconds.
+
+        With a tenant, only its own events and those of the whole service.
+        """
         newest = await asyncio.shield(asyncio.ensure_future(self.newest()))
         # A client that has seen more events than exist has seen those of another store.
         seq = newest if after is None else min(after, newest)
@@ -94,10 +108,13 @@ class Events:
         while not self.stopping.is_set():
             count = self.happened.count
             # A client that disconnects cancels its stream, but not a database connection in the middle of its work.
-            found = await asyncio.shield(asyncio.ensure_future(self.after(seq)))
+            found = await asyncio.shield(asyncio.ensure_future(self.after(seq, tenant)))
             if found and after is not None and found[0].seq > seq + 1:
-                missed = {"first": seq + 1, "last": found[0].seq - 1}
-                yield _wire(Event(seq=found[0].seq - 1, at=found[0].at, kind="missed", body=missed))
+                # Numbers in between are of other tenants, or no longer kept.
+                oldest = await asyncio.shield(asyncio.ensure_future(self.oldest()))
+                if oldest > seq + 1:
+                    missed = {"first": seq + 1, "last": oldest - 1}
+                    yield _wire(Event(seq=oldest - 1, at=found[0].at, kind="missed", body=missed))
             after = seq if after is None else after
             for event in found:
                 yield _wire(event)
@@ -130,7 +147,7 @@ def _wire(event: Event) -> bytes:
 
 def _event(row: Row[Any]) -> Event:
     try:
-        return Event(seq=row.seq, at=row.at, kind=row.kind, body=load_json(row.body))
+        return Event(seq=row.seq, at=row.at, kind=row.kind, body=load_json(row.body), tenant=row.owner)
     except (SchemaError, TypeError, ValueError) as error:
         log.error("damaged: row of event %s: %s", row.seq, one_line(error))
         return Event(seq=row.seq, at=0.0, kind="damaged", body={})

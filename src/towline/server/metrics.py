@@ -11,7 +11,9 @@ from towline.cluster.runner import SessionOutcome
 from towline.schema import POLICY, BreakerStatus, EndReason, FailureReason, SessionState
 from towline.server.pacing.pacer import Pacer
 from towline.server.scheduling.ending import SessionEnd
+from towline.server.scheduling.fairness import FairShare
 from towline.server.scheduling.stragglers import StageDurations
+from towline.server.store import names
 from towline.server.store.queries import ConsumerLag
 
 _LENGTHS = {"turns": "Turns", "trained_tokens": "Trained tokens", "seconds": "Run seconds"}
@@ -62,12 +64,15 @@ class ServerMetrics:
             "towline_pacing_idle_slot_seconds", "Slot seconds left empty by pacing", registry=registry
         )
         self.pacing_withheld = Gauge(
-            "towline_pacing_withheld_seconds", "Seconds waited for older groups", ["consumer"], registry=registry
+            "towline_pacing_withheld_seconds",
+            "Seconds waited for older groups",
+            ["consumer", "tenant"],
+            registry=registry,
         )
         self.trained_share = Gauge(
             "towline_trained_share",
             "Share of trained groups by duration quartile, 1 is the fastest",
-            ["consumer", "quartile"],
+            ["consumer", "quartile", "tenant"],
             registry=registry,
         )
         self.waiting = Gauge("towline_sessions_waiting", "Sessions in the queue", registry=registry)
@@ -95,10 +100,22 @@ class ServerMetrics:
         self.lag = Gauge(
             "towline_consumer_lag",
             "Results not yet delivered to a consumer",
-            ["consumer", "unit"],
+            ["consumer", "unit", "tenant"],
             registry=registry,
         )
-        self.leases = Gauge("towline_leases_open", "Open leases", ["consumer", "unit"], registry=registry)
+        self.leases = Gauge("towline_leases_open", "Open leases", ["consumer", "unit", "tenant"], registry=registry)
+        self.tenant_waiting = Gauge(
+            "towline_tenant_sessions_waiting", "Sessions of a tenant in the queue", ["tenant"], registry=registry
+        )
+        self.tenant_active = Gauge(
+            "towline_tenant_sessions_active", "Active sessions of a tenant", ["tenant"], registry=registry
+        )
+        self.tenant_slot_seconds = Gauge(
+            "towline_tenant_slot_seconds",
+            "Seconds times session slots that a tenant has held since the server started",
+            ["tenant"],
+            registry=registry,
+        )
         self.disk_free = Gauge("towline_disk_free_bytes", "Free space in the data folder", registry=registry)
 
     def session(self, outcome: SessionOutcome) -> None:
@@ -153,16 +170,34 @@ class ServerMetrics:
         self.lag.clear()
         self.leases.clear()
         for one in lags:
-            self.lag.labels(one.consumer, one.unit).set(one.lag)
-            self.leases.labels(one.consumer, one.unit).set(one.leases)
+            self.lag.labels(one.consumer, one.unit, one.tenant).set(one.lag)
+            self.leases.labels(one.consumer, one.unit, one.tenant).set(one.leases)
 
-    def pacing(self, pacer: Pacer) -> None:
+    def tenants(self, waiting: Mapping[str, int], share: FairShare, tenant: str | None) -> None:
+        """Show the queue and the slots of one tenant, or of all."""
+        shown = (
+            (self.tenant_waiting, waiting),
+            (self.tenant_active, share.active),
+            (self.tenant_slot_seconds, share.slot_seconds),
+        )
+        for gauge, values in shown:
+            gauge.clear()
+            for name, value in values.items():
+                if names.visible(name, tenant):
+                    gauge.labels(name).set(value)
+
+    def pacing(self, pacer: Pacer, tenant: str | None) -> None:
+        """Show the consumers of one tenant, or of all."""
         self.pacing_idle.set(pacer.idle_seconds)
-        for consumer, seconds in pacer.withheld_seconds.items():
-            self.pacing_withheld.labels(consumer).set(seconds)
-        for consumer in pacer.bias.consumers:
-            for number, one in enumerate(pacer.bias.quartiles(consumer), 1):
-                self.trained_share.labels(consumer, str(number)).set(one.trained_share)
+        self.pacing_withheld.clear()
+        self.trained_share.clear()
+        for key, seconds in pacer.withheld_seconds.items():
+            if names.visible(owner := names.tenant_of(key), tenant):
+                self.pacing_withheld.labels(names.plain(key), owner).set(seconds)
+        for key in pacer.bias.consumers:
+            if names.visible(owner := names.tenant_of(key), tenant):
+                for number, one in enumerate(pacer.bias.quartiles(key), 1):
+                    self.trained_share.labels(names.plain(key), str(number), owner).set(one.trained_share)
 
     def text(self, engines: Iterable[Metric] = ()) -> bytes:
         """All metrics, with those of the engines, in the text format."""

@@ -24,7 +24,7 @@ from towline.schema.files import dump_json, load_json
 from towline.server.errors import InvalidInput, ResourceConflict, Unavailable
 from towline.server.events import Signal
 from towline.server.store.database import Store
-from towline.server.store.tables import add_events, get_meta, put_meta
+from towline.server.store.tables import SERVICE, add_events, get_meta, put_meta
 
 log = logging.getLogger("towline.server")
 
@@ -159,7 +159,9 @@ class PolicyController:
         async def write(tx: AsyncConnection) -> None:
             await put_meta(tx, "policy", text)
             await add_events(
-                tx, [("policy", {"version": stored.version, "paused": self.now.paused})], self.store.clock.now()
+                tx,
+                [(SERVICE, "policy", {"version": stored.version, "paused": self.now.paused})],
+                self.store.clock.now(),
             )
 
         await self.store.write_with_retry(write, what="policy")

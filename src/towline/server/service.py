@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -17,7 +17,7 @@ from towline.common.background import BackgroundTasks
 from towline.common.private_files import private_folder
 from towline.config import ServerSettings
 from towline.errors import StoreError
-from towline.schema import Accepted, Acked, Results, SlowSession, Task, TaskStatus, Unit
+from towline.schema import DEFAULT_TENANT, Accepted, Acked, Results, SlowSession, Task, TaskStatus, Unit
 from towline.schema.trust import RootRegistry
 from towline.server.api.auth import Caller, KeyStore
 from towline.server.delivery.callbacks import Callbacks
@@ -35,10 +35,11 @@ from towline.server.scheduling.queue import admit
 from towline.server.scheduling.scheduler import SessionScheduler
 from towline.server.scheduling.stragglers import slowest_sessions
 from towline.server.scheduling.task_trust import is_trusted
-from towline.server.store import ownership, queries
+from towline.server.store import names, ownership, queries
 from towline.server.store.database import Outage, Store, database_url
 from towline.server.store.repair import repair_rows
 from towline.server.store.retention import Retention
+from towline.server.tenants import Tenants
 
 log = logging.getLogger("towline.server")
 _CHECK_SECONDS = 30.0
@@ -69,6 +70,7 @@ class Service:
         self.leases = LeaseManager(self.store)
         # A new version can make results available to paced consumers.
         self.policy = PolicyController(self.store, runner, self.signals.work, self.signals.results)
+        self.tenants = Tenants(self.store)
         self.pacer = Pacer(self.store, settings.pacing_seconds)
         self.events = Events(self.store, self.signals.events, self.stopping, keep=settings.events)
         self.retention = Retention(
@@ -87,6 +89,7 @@ class Service:
             self.signals,
             self.metrics,
             quarantine_deaths=settings.quarantine_deaths,
+            weight=self.tenants.weight,
         )
         self.grace = GracePeriods(self.store, self.signals.deadlines, self.scheduler.apply)
         runner.watch_sessions(self.scheduler.stages.changed)
@@ -121,6 +124,7 @@ class Service:
             self.problems = await self.runner.probe()
             await self.policy.restore()
             await self.pacer.restore()
+            await self.tenants.refresh()
             lost = await self.scheduler.recover()
             # Samples whose deadline passed while no server ran are not started again.
             await self.grace.stop_due()
@@ -162,7 +166,7 @@ class Service:
             await asyncio.sleep(_CHECK_SECONDS)
             try:
                 await self.store.check_lock()
-                self.scheduler.waiting = await queue.count_waiting(self.store)
+                self.scheduler.waiting_of = await queue.count_waiting(self.store)
             except StoreError as error:
                 self.scheduler.broken = str(error)
                 log.critical("%s", error)
@@ -172,7 +176,10 @@ class Service:
 
     # Tasks
 
-    async def submit(self, tasks: Sequence[Task], caller: Caller, *, many: bool) -> list[Accepted]:
+    async def submit(
+        self, tasks: Sequence[Task], caller: Caller, tenant: str = DEFAULT_TENANT, *, many: bool
+    ) -> list[Accepted]:
+        """Store the tasks as those of the tenant, all or none."""
         trusted = is_trusted(caller, self.settings)
         written = [
             await admit(
@@ -182,6 +189,7 @@ class Service:
                 settings=self.settings,
                 trusted=trusted,
                 registry=self.registry,
+                tenant=tenant,
             )
             for index, task in enumerate(tasks)
         ]
@@ -192,29 +200,43 @@ class Service:
             )
         if not written:
             return []
-        room = self.settings.queue - self.scheduler.waiting
+        room = self.settings.queue - self.scheduler.waiting_of[tenant]
         try:
             answers, waiting = await queue.accept(self.store, written, room=room, at=self.store.clock.now())
         except QueueFull as error:
             self.metrics.refused.inc()
             error.retry_after = 5.0
             raise
-        self.scheduler.waiting += waiting
+        self.scheduler.waiting_of[tenant] += waiting
         self.pacer.submitted()
         self.metrics.tasks.inc(sum(answer.created for answer in answers))
         self.signals.work.notify()
         self.signals.events.notify()
         return answers
 
-    async def cancel(self, task_id: str) -> TaskStatus:
+    async def cancel(self, tenant: str, task_id: str) -> TaskStatus:
+        key = names.qualify(tenant, task_id)
+
         async def write(tx: AsyncConnection) -> Effects | None:
-            return await EndSessions(self.store, tx, self.store.clock.now()).cancel(task_id)
+            return await EndSessions(self.store, tx, self.store.clock.now()).cancel(key)
 
         effects = await self.store.write_with_retry(write, what="cancel")
         if effects is None:
             raise ResourceNotFound(f"no task {task_id!r}")
         self.scheduler.apply(effects)
-        return await queries.task_status(self.store, task_id)
+        return await queries.task_status(self.store, tenant, task_id)
+
+    async def nodes(self, tenant: str | None = None) -> list[dict[str, Any]]:
+        """The nodes; with a tenant, with its own sessions only."""
+        owners = self.scheduler.owners
+
+        def shown(session: Mapping[str, Any]) -> bool:
+            return names.visible(owners.get(session["session_id"], ""), tenant)
+
+        found = await self.runner.nodes()
+        return [
+            node | ({"sessions": list(filter(shown, node["sessions"]))} if "sessions" in node else {}) for node in found
+        ]
 
     async def drain(self, name: str, *, drained: bool) -> list[dict[str, Any]]:
         """Stop or resume giving sessions to a node."""
@@ -234,12 +256,12 @@ class Service:
         if request.unit is not Unit.GROUP:
             raise InvalidInput("needs unit=group", field="groups_per_update")
         self.pacer.active = True
-        self.pacer.call_began(request.consumer)
+        self.pacer.call_began(request.key)
         found = None
         try:
             found = await self._lease(request, wait, gone)
         finally:
-            self.pacer.call_ended(request.consumer, len(found.results) if found is not None else 0)
+            self.pacer.call_ended(request.key, len(found.results) if found is not None else 0)
         return found
 
     async def _lease(self, request: LeaseRequest, wait: float, gone: asyncio.Event | None) -> Results:
@@ -256,7 +278,7 @@ class Service:
             unit = request.unit.value
             self.metrics.dropped.labels(unit).inc(found.dropped)
             for one in found.passed:
-                self.pacer.bias.add(request.consumer, one)
+                self.pacer.bias.add(request.key, one)
             self.metrics.flagged.labels(unit).inc(found.flagged)
             left = until - clock()
             if found.results or self.stopping.is_set() or (left <= 0 and not found.more):
@@ -269,10 +291,10 @@ class Service:
                 began = clock()
                 await self.signals.results.wait(count, left)
                 if found.withheld:
-                    self.pacer.add_withheld(request.consumer, clock() - began)
+                    self.pacer.add_withheld(request.key, clock() - began)
 
     async def release(self, consumer: str) -> int:
-        """End all leases of a consumer: its results are available again at once."""
+        """End all leases of a consumer, by its stored name: its results are available again at once."""
         released = await self.leases.release_all(consumer, now=self.store.clock.now())
         self.signals.results.notify()
         return released
@@ -309,12 +331,22 @@ class Service:
             "seconds": round(self.store.clock.now() - self.started, 1),
         }
 
-    async def slowest(self, limit: int) -> list[SlowSession]:
-        """The slowest of the sessions that are being worked on, stragglers first."""
-        active = list(self.scheduler.stages.reached.values())
+    async def slowest(self, limit: int, tenant: str | None = None) -> list[SlowSession]:
+        """The slowest of the sessions of a tenant, or of all, that are being worked on, stragglers first."""
+        active = [one for one in self.scheduler.stages.reached.values() if names.visible(one.tenant, tenant)]
         return await slowest_sessions(self.store, active, self.metrics.durations, await self.runner.nodes(), limit)
 
-    async def metrics_text(self) -> bytes:
+    async def metrics_text(self, tenant: str | None = None) -> bytes:
+        """The metrics of the service; those of consumers only for one tenant, or for all."""
+        nodes, engines = await self.runner.nodes(), await self.runner.metrics()
+        disk = await asyncio.to_thread(shutil.disk_usage, self.settings.data)
+        lags = []
+        try:
+            lags = await queries.consumer_lags(self.store, tenant)
+        except (SQLAlchemyError, OSError) as error:
+            # The other metrics matter most while the database is down.
+            log.debug("consumer metrics: %s", error)
+        # From here on nothing waits: another call for another tenant must not see these values.
         metrics = self.metrics
         metrics.waiting.set(self.scheduler.waiting)
         metrics.active.set(len(self.scheduler.active))
@@ -323,16 +355,13 @@ class Service:
         metrics.held.set(bool(self.scheduler.held))
         metrics.broken.set(bool(self.scheduler.broken))
         metrics.breakers(self.runner.breakers)
-        metrics.pacing(self.pacer)
-        metrics.nodes(await self.runner.nodes())
-        metrics.disk_free.set((await asyncio.to_thread(shutil.disk_usage, self.settings.data)).free)
-        try:
-            metrics.consumers(await queries.consumer_lags(self.store))
-        except (SQLAlchemyError, OSError) as error:
-            # The other metrics matter most while the database is down.
-            log.debug("consumer metrics: %s", error)
+        metrics.pacing(self.pacer, tenant)
+        metrics.tenants(self.scheduler.waiting_of, self.scheduler.share, tenant)
+        metrics.consumers(lags)
+        metrics.nodes(nodes)
+        metrics.disk_free.set(disk.free)
         metrics.database.set(not self.store.outage.reason)
-        return metrics.text(await self.runner.metrics())
+        return metrics.text(engines)
 
 
 async def open_store(settings: ServerSettings) -> Store:

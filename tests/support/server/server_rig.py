@@ -41,7 +41,14 @@ def row_of(seq: int, version: int) -> dict[str, object]:
         lowest_version=version,
         finished=0.0,
     )
-    known = {"unit": "session", "task_id": "t", "usable": True, "max_staleness": None, "created": 0.0}
+    known = {
+        "unit": "session",
+        "task_id": "t",
+        "owner": "default",
+        "usable": True,
+        "max_staleness": None,
+        "created": 0.0,
+    }
     return known | {"seq": seq, "session_id": f"s{seq}", "body": dump_json(body), "lowest_version": version}
 
 

@@ -37,6 +37,7 @@ from towline.server.api.first_key import ensure_admin_key
 from towline.server.api.front_door import FrontDoor, problem
 from towline.server.api.hosts import AllowedHosts, machine_names
 from towline.server.api.listening import listening
+from towline.server.api.tenancy import VisibleTenant
 from towline.server.errors import RequestError
 from towline.server.service import Service
 from towline.server.store.database import is_transient
@@ -96,9 +97,9 @@ async def _docs(request: Request) -> Response:
     return docs_page(request.app.openapi())
 
 
-async def _metrics(service: ServiceDep, caller: Reader) -> Response:
-    """For Prometheus."""
-    return Response(await service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+async def _metrics(service: ServiceDep, caller: Reader, visible: VisibleTenant) -> Response:
+    """For Prometheus. A key sees the totals of the service and the consumers of its own tenant; an admin key sees all."""
+    return Response(await service.metrics_text(visible), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _known_parameters(request: Request) -> None:

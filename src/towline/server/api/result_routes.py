@@ -13,9 +13,11 @@ from towline.schema.base import Count, Id, Model
 from towline.schema.files import dump_json
 from towline.server.api.auth import ANONYMOUS, Caller
 from towline.server.api.dependencies import CheckedRoute, Consumer, Reader, ServiceDep
+from towline.server.api.tenancy import ActingTenant, VisibleTenant
 from towline.server.delivery.leases import LeaseRequest
 from towline.server.errors import Forbidden
 from towline.server.service import Service
+from towline.server.store import names
 
 MAX_VERSION = 2**31 - 1
 
@@ -45,7 +47,9 @@ class LeaseBody(Model):
 
 
 @router.post("/results", tags=["results"], response_model=Results)
-async def lease_results(request: Request, service: ServiceDep, caller: Consumer, wanted: LeaseBody) -> Response:
+async def lease_results(
+    request: Request, service: ServiceDep, caller: Consumer, tenant: ActingTenant, wanted: LeaseBody
+) -> Response:
     """Lease results. A result that is not acknowledged before its lease expires is delivered again."""
     seconds = wanted.lease if wanted.lease is not None else service.settings.lease_seconds
     gone = asyncio.Event()
@@ -61,6 +65,7 @@ async def lease_results(request: Request, service: ServiceDep, caller: Consumer,
             wanted.stale,
             wanted.prefix,
             wanted.groups_per_update,
+            tenant,
         )
         found = await service.lease(lease, wanted.wait, gone)
     finally:
@@ -74,6 +79,7 @@ async def lease_results_by_get(
     request: Request,
     service: ServiceDep,
     caller: Consumer,
+    tenant: ActingTenant,
     consumer: Annotated[Id, Query(description="Name of the consumer; each has its own position.")],
     unit: Unit = Unit.SESSION,
     max: Annotated[
@@ -111,7 +117,7 @@ async def lease_results_by_get(
         prefix=prefix,
         groups_per_update=groups_per_update,
     )
-    response = await lease_results(request, service, caller, wanted)
+    response = await lease_results(request, service, caller, tenant, wanted)
     response.headers["Deprecation"] = "true"
     return response
 
@@ -143,18 +149,18 @@ class Released(Model):
 
 
 @router.post("/results/release", tags=["results"])
-async def release_results(who: ConsumerName, service: ServiceDep, caller: Consumer) -> Released:
+async def release_results(who: ConsumerName, service: ServiceDep, caller: Consumer, tenant: ActingTenant) -> Released:
     """End all leases of a consumer: its results are available again at once. For a trainer that restarts."""
-    return Released(released=await service.release(who.consumer))
+    return Released(released=await service.release(names.qualify(tenant, who.consumer)))
 
 
 @router.post("/results/ack", tags=["results"])
-async def ack_results(ack: Ack, service: ServiceDep, caller: Consumer) -> Acked:
+async def ack_results(ack: Ack, service: ServiceDep, caller: Consumer, tenant: ActingTenant) -> Acked:
     """Acknowledge results: they are never delivered again. Idempotent."""
-    return await service.ack(ack.consumer, ack.result_ids, ack.unusable)
+    return await service.ack(names.qualify(tenant, ack.consumer), ack.result_ids, ack.unusable)
 
 
 @router.get("/pacing", tags=["results"])
-async def get_pacing(service: ServiceDep, caller: Reader) -> Pacing:
+async def get_pacing(service: ServiceDep, caller: Reader, visible: VisibleTenant) -> Pacing:
     """Get the paced consumers: how many groups they have and may have, and what pacing costs."""
-    return await service.pacer.status(service.policy.now.version)
+    return await service.pacer.status(service.policy.now.version, visible)

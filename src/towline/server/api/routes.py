@@ -27,13 +27,14 @@ from towline.schema import (
     TaskStatus,
     Trajectory,
 )
-from towline.schema.base import Id, Model
+from towline.schema.base import Id, Model, TenantName
 from towline.server.api.auth import KeyInfo, KeyRequest, NewKey
 from towline.server.api.dependencies import Admin, CheckedRoute, Consumer, Reader, ServiceDep, Submitter
 from towline.server.api.result_routes import MAX_VERSION
+from towline.server.api.tenancy import ActingTenant, VisibleTenant
 from towline.server.delivery.trajectories import ARROW, arrow_stream, start_stream
 from towline.server.errors import ResourceNotFound
-from towline.server.store import queries
+from towline.server.store import names, queries
 
 MOST_TASKS = 1000
 MOST_IDS = 1000
@@ -51,10 +52,12 @@ Submitted = Annotated[
 
 
 @router.post("/tasks", tags=["tasks"])
-async def submit(tasks: Submitted, service: ServiceDep, caller: Submitter) -> Accepted | list[Accepted]:
+async def submit(
+    tasks: Submitted, service: ServiceDep, caller: Submitter, tenant: ActingTenant
+) -> Accepted | list[Accepted]:
     """Submit one task or up to 1000, all or none. Idempotent: an identical task is not created twice."""
     many = isinstance(tasks, list)
-    answers = await service.submit(tasks if isinstance(tasks, list) else [tasks], caller, many=many)
+    answers = await service.submit(tasks if isinstance(tasks, list) else [tasks], caller, tenant, many=many)
     return answers if many else answers[0]
 
 
@@ -62,29 +65,36 @@ async def submit(tasks: Submitted, service: ServiceDep, caller: Submitter) -> Ac
 async def list_tasks(
     service: ServiceDep,
     caller: Reader,
+    visible: VisibleTenant,
     response: Response,
     state: TaskState | None = None,
     after: Annotated[Id | None, Query(description="The last task of the previous page.")] = None,
+    after_tenant: Annotated[
+        TenantName | None, Query(description="Its tenant, in a list of all tenants. Default: the caller's.")
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> list[TaskStatus]:
     """List tasks in the order of submission, without sessions. `Link` with `rel="next"` has the next page."""
-    found = await queries.task_list(service.store, state, after, limit)
+    last = None if after is None else names.qualify(visible or after_tenant or caller.tenant, after)
+    found = await queries.task_list(service.store, state, last, limit, visible)
     if len(found) == limit:
         query = {"after": found[-1].task_id, "limit": limit} | ({"state": state.value} if state else {})
+        if caller.admin:
+            query |= {"after_tenant": found[-1].tenant} if visible is None else {"tenant": visible}
         response.headers["Link"] = f'</v1/tasks?{urlencode(query)}>; rel="next"'
     return found
 
 
 @router.get("/tasks/{task_id:path}", tags=["tasks"])
-async def get_task(task_id: Id, service: ServiceDep, caller: Reader) -> TaskStatus:
+async def get_task(task_id: Id, service: ServiceDep, caller: Reader, tenant: ActingTenant) -> TaskStatus:
     """Get a task with the latest attempt at each sample, and all attempts."""
-    return await queries.task_status(service.store, task_id)
+    return await queries.task_status(service.store, tenant, task_id)
 
 
 @router.delete("/tasks/{task_id:path}", tags=["tasks"])
-async def cancel_task(task_id: Id, service: ServiceDep, caller: Submitter) -> TaskStatus:
+async def cancel_task(task_id: Id, service: ServiceDep, caller: Submitter, tenant: ActingTenant) -> TaskStatus:
     """Cancel a task: waiting sessions end, running ones are stopped and keep their finished turns."""
-    return await service.cancel(task_id)
+    return await service.cancel(tenant, task_id)
 
 
 # Sessions
@@ -94,6 +104,7 @@ async def cancel_task(task_id: Id, service: ServiceDep, caller: Submitter) -> Ta
 async def list_sessions(
     service: ServiceDep,
     caller: Reader,
+    visible: VisibleTenant,
     response: Response,
     state: SessionState | None = None,
     reason: Annotated[FailureReason | None, Query(description="Failure reason of FAILED and LOST sessions.")] = None,
@@ -105,18 +116,20 @@ async def list_sessions(
     ] = queries.SortOrder.OLDEST,
 ) -> list[Session]:
     """List sessions of all attempts. `Link` with `rel="next"` has the next page."""
-    wanted = queries.SessionQuery(state, reason, task, after, order, limit)
+    of_task = None if task is None else names.qualify(visible or caller.tenant, task)
+    wanted = queries.SessionQuery(state, reason, of_task, after, order, limit, visible)
     found = await queries.session_list(service.store, wanted)
     if len(found) == limit:
         given = {"state": state, "reason": reason, "task": task, "order": order, "limit": limit}
+        given |= {"tenant": visible} if caller.admin else {}
         query = {name: value for name, value in given.items() if value is not None}
         response.headers["Link"] = f'</v1/sessions?{urlencode(query | {"after": found[-1].session_id})}>; rel="next"'
     return found
 
 
 @router.get("/sessions/{session_id}", tags=["sessions"])
-async def get_session(session_id: Id, service: ServiceDep, caller: Reader) -> Session:
-    return await queries.session(service.store, session_id)
+async def get_session(session_id: Id, service: ServiceDep, caller: Reader, visible: VisibleTenant) -> Session:
+    return await queries.session(service.store, session_id, visible)
 
 
 _TRAJECTORY: dict[int | str, dict[str, Any]] = {
@@ -126,11 +139,15 @@ _TRAJECTORY: dict[int | str, dict[str, Any]] = {
 
 @router.get("/sessions/{session_id}/trajectory", tags=["sessions"], responses=_TRAJECTORY)
 async def get_trajectory(
-    session_id: Id, service: ServiceDep, caller: Consumer, accept: Annotated[str, Header()] = ""
+    session_id: Id,
+    service: ServiceDep,
+    caller: Consumer,
+    visible: VisibleTenant,
+    accept: Annotated[str, Header()] = "",
 ) -> Response:
     """Get the trajectory of an ended session: JSON, or an Arrow stream if the request accepts it."""
-    await queries.session(service.store, session_id)
-    stored = await queries.find_trajectories(service.store, [session_id])
+    await queries.session(service.store, session_id, visible)
+    stored = await queries.find_trajectories(service.store, [session_id], visible)
     if not stored.pieces and not stored.broken:
         raise ResourceNotFound(
             f"session {session_id!r} has no trajectory: it has not ended, or it ended before it started"
@@ -156,11 +173,12 @@ async def get_log(
     session_id: Id,
     service: ServiceDep,
     caller: Consumer,
+    visible: VisibleTenant,
     name: Annotated[str, Query(pattern=r"^[^/\x00]{1,255}$", description="Name of the log file.")] = "harness.log",
     tail: Annotated[int | None, Query(ge=1, le=100_000, description="Return only the last N lines.")] = None,
 ) -> Response:
     """Get the last 1 MiB of a log of a session. Header `X-Towline-Left-Out`: bytes before it."""
-    await queries.session(service.store, session_id)
+    await queries.session(service.store, session_id, visible)
     try:
         log = await service.runner.read_log(session_id, name, LOG_BYTES)
     except LogNotFound as error:
@@ -191,12 +209,14 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/trajectories", tags=["sessions"], responses=_STREAM, response_class=StreamingResponse)
-async def get_trajectories(wanted: SessionIds, service: ServiceDep, caller: Consumer) -> StreamingResponse:
+async def get_trajectories(
+    wanted: SessionIds, service: ServiceDep, caller: Consumer, visible: VisibleTenant
+) -> StreamingResponse:
     """Get many trajectories as one Arrow stream, in the order of the request; sessions without one are left out.
 
     Damaged ones are left out too, and named in the metadata (`towline.damaged`) of an empty last batch.
     """
-    stored = await queries.find_trajectories(service.store, wanted.session_ids)
+    stored = await queries.find_trajectories(service.store, wanted.session_ids, visible)
     return StreamingResponse(await start_stream(arrow_stream(service.segments, stored)), media_type=ARROW)
 
 
@@ -214,6 +234,7 @@ async def get_trajectories(wanted: SessionIds, service: ServiceDep, caller: Cons
 async def stream_events(
     service: ServiceDep,
     caller: Reader,
+    visible: VisibleTenant,
     last_event_id: Annotated[int | None, Header(ge=0, le=2**62)] = None,
     limit: Annotated[int | None, Query(ge=1, le=100_000, description="End after this many events.")] = None,
     idle: Annotated[
@@ -222,7 +243,7 @@ async def stream_events(
     ] = None,
 ) -> StreamingResponse:
     """Stream server-sent events from now, or after `Last-Event-ID`. An event `missed` names those no longer kept."""
-    stream: AsyncIterator[bytes] = service.events.stream(last_event_id, limit, idle)
+    stream: AsyncIterator[bytes] = service.events.stream(last_event_id, limit, idle, visible)
     return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
 
@@ -289,9 +310,9 @@ async def update_weights(weights: WeightsUpdate, service: ServiceDep, caller: Ad
 
 
 @router.get("/nodes", tags=["service"])
-async def list_nodes(service: ServiceDep, caller: Reader) -> list[dict[str, Any]]:
+async def list_nodes(service: ServiceDep, caller: Reader, visible: VisibleTenant) -> list[dict[str, Any]]:
     """The nodes that run sessions, with the progress of each session."""
-    return await service.runner.nodes()
+    return await service.nodes(visible)
 
 
 @router.post("/nodes/{name}/drain", tags=["service"])
@@ -308,10 +329,10 @@ async def undrain_node(service: ServiceDep, caller: Admin, name: Id) -> list[dic
 
 @router.get("/stragglers", tags=["service"])
 async def list_stragglers(
-    service: ServiceDep, caller: Reader, limit: Annotated[int, Query(ge=1, le=1000)] = 20
+    service: ServiceDep, caller: Reader, visible: VisibleTenant, limit: Annotated[int, Query(ge=1, le=1000)] = 20
 ) -> list[SlowSession]:
     """List the slowest of the sessions that are being worked on, compared with finished ones; stragglers first."""
-    return await service.slowest(limit)
+    return await service.slowest(limit, visible)
 
 
 @router.get("/keys", tags=["service"])

@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from towline.common.crashpoints import crash_point
 from towline.common.text import one_line
 from towline.schema import (
+    DEFAULT_TENANT,
     Acked,
     FailureReason,
     Result,
@@ -37,7 +38,7 @@ from towline.server.errors import ResourceConflict
 from towline.server.pacing.consumers import DeliveryOrder
 from towline.server.pacing.pacer import FinishedGroup
 from towline.server.scheduling.rules import is_stale
-from towline.server.store import tables
+from towline.server.store import names, tables
 from towline.server.store.database import Store
 from towline.server.store.tables import WITHHELD, chunks, insert_new, parse_result_id, result_id
 
@@ -66,6 +67,13 @@ class LeaseRequest:
     """Prefix of the ids of the tasks that the consumer follows; `None`: the one of its first call."""
     groups_per_update: int | None = None
     """How many groups the consumer uses per policy version; sessions then start at its pace."""
+    tenant: str = DEFAULT_TENANT
+    """Whose results it leases: no consumer sees those of another tenant."""
+
+    @property
+    def key(self) -> str:
+        """The name under which the consumer is stored."""
+        return names.qualify(self.tenant, self.consumer)
 
     @property
     def pace(self) -> dict[str, int | None]:
@@ -133,7 +141,7 @@ class LeaseManager:
                 continue
             kept.append(row)
         if request.stale is Stale.DROP:
-            await self._release(tx, request.consumer, request.unit, [row.seq for row in expired if row.seq in old])
+            await self._release(tx, request.key, request.unit, [row.seq for row in expired if row.seq in old])
         until = now + request.seconds
         deliveries = await self._grant(tx, request, kept, until)
         dropped, flagged = (len(old), 0) if request.stale is Stale.DROP else (0, len(old))
@@ -165,21 +173,24 @@ class LeaseManager:
         if found is not None and found.seen > now + _CLOCK_SECONDS:
             await self._set_back(tx, request, found.seen - now, now)
         if found is not None:
-            if request.prefix not in (None, found.prefix):
+            prefix = names.plain(found.prefix)
+            if request.prefix not in (None, prefix):
                 raise ResourceConflict(
-                    f"consumer {request.consumer!r} follows tasks with the prefix {found.prefix!r}; use another name",
+                    f"consumer {request.consumer!r} follows tasks with the prefix {prefix!r}; use another name",
                     field="prefix",
                 )
             if all(getattr(found, name) == value for name, value in request.pace.items()):
                 return found
             await tx.execute(update(table).where(*_consumer_is(request)).values(**request.pace))
             return (await tx.execute(locked)).one()
-        cursor = 0
+        prefix, cursor = names.qualify(request.tenant, request.prefix or ""), 0
+        names.check_length(request.key, "consumer")
+        names.check_length(prefix, "prefix")
         if request.start is Start.NOW:
             cursor = int(await tx.scalar(select(counters.c.value).where(counters.c.name == "results")) or 0)
         row: dict[str, Any] = dict.fromkeys(("delivered", "acked", "dropped", "flagged"), 0)
-        row |= {"name": request.consumer, "unit": request.unit.value, "cursor": cursor, "prefix": request.prefix or ""}
-        row |= {"created": now, "seen": now} | request.pace
+        row |= {"name": request.key, "unit": request.unit.value, "cursor": cursor, "prefix": prefix}
+        row |= {"created": now, "seen": now, "owner": request.tenant} | request.pace
         await tx.execute(insert_new(tx, table).values(**row))
         return (await tx.execute(locked)).one()
 
@@ -187,7 +198,7 @@ class LeaseManager:
         """Move the leases of the consumer with a clock that was set back: none may last longer than it was granted for."""
         log.warning("the clock was set back by %.0f s; the leases of consumer %s follow it", seconds, request.consumer)
         table = tables.leases
-        granted = (*_leased_to(request.consumer, request.unit), table.c.delivery > WITHHELD)
+        granted = (*_leased_to(request.key, request.unit), table.c.delivery > WITHHELD)
         await tx.execute(update(table).where(*granted).values(until=table.c.until - seconds))
         await tx.execute(update(tables.consumers).where(*_consumer_is(request)).values(seen=now))
 
@@ -199,7 +210,7 @@ class LeaseManager:
         query = (
             select(*results.c, leases.c.delivery)
             .join(results, results.c.seq == leases.c.seq)
-            .where(*_leased_to(request.consumer, request.unit), leases.c.until <= now)
+            .where(*_leased_to(request.key, request.unit), leases.c.until <= now)
             .order_by(leases.c.seq)
             .limit(most)
         )
@@ -208,7 +219,8 @@ class LeaseManager:
     async def _hold_fresh(self, tx: AsyncConnection, request: LeaseRequest, known: Row[Any]) -> int:
         """Hold what was published since the last call, to be delivered in any order; returns the cursor after it."""
         fresh = await self._fresh(tx, request, known, _SCANNED)
-        held = {"consumer": request.consumer, "unit": request.unit.value, "until": 0.0, "delivery": WITHHELD}
+        held = {"consumer": request.key, "unit": request.unit.value, "until": 0.0, "delivery": WITHHELD}
+        held["owner"] = request.tenant
         rows = [held | {"seq": row.seq} for row in fresh if row.task_id.startswith(known.prefix)]
         if rows:
             await tx.execute(insert(tables.leases), rows)
@@ -219,10 +231,14 @@ class LeaseManager:
         if wanted <= 0:
             return []
         table = tables.results
-        skips = known.prefix or (request.max_staleness is not None and request.stale is Stale.DROP)
+        skips = names.plain(known.prefix) or (request.max_staleness is not None and request.stale is Stale.DROP)
         query = (
             select(table)
-            .where(table.c.unit == request.unit.value, table.c.seq > known.cursor)
+            .where(
+                *tables.owned_by(table, request.tenant),
+                table.c.unit == request.unit.value,
+                table.c.seq > known.cursor,
+            )
             .order_by(table.c.seq)
             .limit(max(wanted, _SCANNED) if skips else wanted)
         )
@@ -238,11 +254,12 @@ class LeaseManager:
         for some in chunks(list(again)):
             await tx.execute(
                 update(table)
-                .where(*_leased_to(request.consumer, request.unit), table.c.seq.in_(some))
+                .where(*_leased_to(request.key, request.unit), table.c.seq.in_(some))
                 .values(until=until, delivery=table.c.delivery + 1)
             )
         if fresh:
-            lease = {"consumer": request.consumer, "unit": request.unit.value, "until": until, "delivery": 1}
+            lease = {"consumer": request.key, "unit": request.unit.value, "until": until, "delivery": 1}
+            lease["owner"] = request.tenant
             await tx.execute(insert(table), [lease | {"seq": seq} for seq in fresh])
         return again | dict.fromkeys(fresh, 1)
 
@@ -256,7 +273,7 @@ class LeaseManager:
         return released
 
     async def release_all(self, consumer: str, *, now: float) -> int:
-        """Expire all leases of the consumer; returns how many."""
+        """Expire all leases of the consumer with this stored name; returns how many."""
         table = tables.leases
         async with self.store.write() as tx:
             open_leases = (table.c.consumer == consumer, table.c.until > now)
@@ -264,7 +281,7 @@ class LeaseManager:
 
     async def _next_expiry(self, tx: AsyncConnection, request: LeaseRequest) -> float | None:
         table = tables.leases
-        delivered = (*_leased_to(request.consumer, request.unit), table.c.delivery > WITHHELD)
+        delivered = (*_leased_to(request.key, request.unit), table.c.delivery > WITHHELD)
         found = await tx.scalar(select(table.c.until).where(*delivered).order_by(table.c.until).limit(1))
         return None if found is None else float(found)
 
@@ -292,7 +309,7 @@ class LeaseManager:
                 Result(
                     result_id=result_id(request.unit, row.seq, self.store.token),
                     unit=request.unit,
-                    task_id=row.task_id,
+                    task_id=names.plain(row.task_id),
                     sessions=sessions,
                     reasons=reasons.get(row.task_id, {}),
                     cut=cut.get(row.task_id, 0),
@@ -321,6 +338,7 @@ class LeaseManager:
         self, consumer: str, result_ids: Sequence[str], unusable: Collection[str] = (), *, version: int, now: float
     ) -> tuple[Acked, list[FinishedGroup]]:
         """Acknowledge results for good; repeating it changes nothing. Ids never leased to this consumer are `unknown`.
+        `consumer` is its stored name.
 
         Groups that are not `unusable` count as used under the current policy version.
         """
@@ -383,7 +401,7 @@ class LeaseManager:
 
 def _consumer_is(request: LeaseRequest) -> tuple[ColumnElement[bool], ...]:
     table = tables.consumers
-    return table.c.name == request.consumer, table.c.unit == request.unit.value
+    return table.c.name == request.key, table.c.unit == request.unit.value
 
 
 def _leased_to(consumer: str, unit: Unit) -> tuple[ColumnElement[bool], ...]:
@@ -422,7 +440,7 @@ def _session(row: Row[Any]) -> SessionResult:
         log.error("damaged: row of result %d: %s", row.seq, one_line(error))
         return SessionResult(
             session_id=row.session_id,
-            task_id=row.task_id,
+            task_id=names.plain(row.task_id),
             sample=0,
             attempt=1,
             state=SessionState.FAILED,

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.schema import TaskState, Unit
 from towline.server.pacing.pace import GroupPace, Slack, slack, taken_slots
-from towline.server.store import tables
+from towline.server.store import names, tables
 from towline.server.store.tables import WITHHELD, Phase
 
 
@@ -29,6 +29,8 @@ class PacedConsumer:
     """One paced consumer."""
 
     name: str
+    """As it is stored."""
+    owner: str
     prefix: str
     groups_per_update: int
     max_staleness: int | None
@@ -44,7 +46,8 @@ class PacedConsumer:
     pace: GroupPace
 
     def follows(self, task_id: str) -> bool:
-        return task_id.startswith(self.prefix)
+        """Whether the task with this stored id is one of its own tenant that it follows."""
+        return task_id.startswith(self.prefix) and names.tenant_of(task_id) == self.owner
 
     def slack_of(self, max_staleness: int | None) -> Slack:
         """The slack of a group that starts now, of a task with this limit."""
@@ -74,11 +77,11 @@ async def paced_rows(tx: AsyncConnection, now: float, lapse: float) -> list[Row[
     return list(await tx.execute(query))
 
 
-async def running_groups(tx: AsyncConnection) -> list[Row[Any]]:
-    """The groups that have started and not ended."""
+async def running_groups(tx: AsyncConnection, owner: str) -> list[Row[Any]]:
+    """The groups of a tenant that have started and not ended."""
     table = tables.tasks
     query = select(table.c.task_id, table.c.version, table.c.max_staleness).where(
-        table.c.state == TaskState.RUNNING.value, table.c.grouped.is_(False)
+        table.c.state == TaskState.RUNNING.value, table.c.grouped.is_(False), table.c.owner == owner
     )
     return list(await tx.execute(query))
 
@@ -113,7 +116,7 @@ async def paced_consumer(
     size = row.groups_per_update
     pace = GroupPace.of(size, taken_slots(used, in_hand, size), list(slacks.values()))
     return PacedConsumer(
-        row.name, row.prefix, size, limit, used, in_hand, len(slacks) - finished, finished, slacks, pace
+        row.name, row.owner, row.prefix, size, limit, used, in_hand, len(slacks) - finished, finished, slacks, pace
     )
 
 
@@ -128,6 +131,7 @@ async def counted_consumer(tx: AsyncConnection, row: Row[Any], version: int) -> 
     started = (
         tasks.c.state == TaskState.RUNNING.value,
         tasks.c.grouped.is_(False),
+        tasks.c.owner == row.owner,
         *_prefixed(tasks.c.task_id, row.prefix),
     )
     columns = (tasks.c.version, tasks.c.max_staleness)
@@ -152,7 +156,7 @@ async def counted_consumer(tx: AsyncConnection, row: Row[Any], version: int) -> 
     used = row.used if row.used_version == version else 0
     size = row.groups_per_update
     pace = GroupPace.of(size, taken_slots(used, in_hand, size), slacks)
-    return PacedConsumer(row.name, row.prefix, size, limit, used, in_hand, running, finished, {}, pace)
+    return PacedConsumer(row.name, row.owner, row.prefix, size, limit, used, in_hand, running, finished, {}, pace)
 
 
 def _prefixed(task_id: ColumnElement[str], prefix: str) -> tuple[ColumnElement[bool], ...]:
@@ -187,11 +191,11 @@ def _result_sources(row: Row[Any], version: int) -> tuple[Select[Any], Select[An
         .where(leases.c.consumer == row.name, leases.c.unit == Unit.GROUP.value, results.c.usable)
     )
     fresh = select(*columns, null().label("delivery")).where(
-        results.c.unit == Unit.GROUP.value, results.c.seq > row.cursor, results.c.usable
+        results.c.owner == row.owner, results.c.unit == Unit.GROUP.value, results.c.seq > row.cursor, results.c.usable
     )
     if row.max_staleness is not None:
         fresh = fresh.where(results.c.lowest_version >= version - row.max_staleness)
-        if not row.prefix:
+        if not names.plain(row.prefix):
             # More groups than fit into all updates within the bound leave no room anyway.
             fresh = fresh.limit((row.max_staleness + 1) * row.groups_per_update + 1)
     return known, fresh
@@ -206,7 +210,7 @@ class DeliveryOrder:
 
     @classmethod
     async def of(cls, tx: AsyncConnection, known: Row[Any], version: int) -> Self:
-        return cls(await paced_consumer(tx, known, await running_groups(tx), version))
+        return cls(await paced_consumer(tx, known, await running_groups(tx, known.owner), version))
 
     def sort(self, rows: Iterable[Row[Any]]) -> list[Row[Any]]:
         return sorted(rows, key=lambda row: (not self._free(row), *_slack_rank(self._slack(row)), row.seq))

@@ -26,7 +26,7 @@ from towline.schema import ConsumerPace, DurationQuartile, Pacing, TaskState
 from towline.server.pacing import consumers
 from towline.server.pacing.consumers import PacedConsumer
 from towline.server.pacing.pace import Slack
-from towline.server.store import tables
+from towline.server.store import names, tables
 from towline.server.store.database import Store
 from towline.server.store.tables import chunks
 
@@ -43,7 +43,7 @@ class PaceGate:
         consumers: Sequence[PacedConsumer],
         started: Mapping[str, int],
         starved: Collection[str] = (),
-        exhausted_prefixes: set[frozenset[str]] | None = None,
+        exhausted_prefixes: set[tuple[str, frozenset[str]]] | None = None,
     ):
         self.consumers = consumers
         self.started = started
@@ -56,24 +56,28 @@ class PaceGate:
         """Whether some consumer has no room for another group."""
         self._starved = {one.name for one in consumers if one.name in starved and not one.running + one.finished}
         self._exhausted_prefixes = set() if exhausted_prefixes is None else exhausted_prefixes
-        """Sets of prefixes outside of which no task waits, as far as is known: scanning all waiting tasks is slow."""
+        """Sets of prefixes outside of which no task of a tenant waits, as far as is known: scanning all waiting tasks is
+        slow."""
 
-    async def choose(self, tx: AsyncConnection, waiting: Select[Any], count: int) -> list[Row[Any]]:
-        """The most urgent sessions of the query `waiting` that may be claimed."""
+    async def choose(self, tx: AsyncConnection, waiting: Select[Any], count: int, tenant: str) -> list[Row[Any]]:
+        """The most urgent sessions of the query `waiting`, all of one tenant, that may be claimed."""
         sessions = tables.sessions
         known = waiting.add_columns(sessions.c.urgency, sessions.c.number, sessions.c.sample).limit(count)
         found: list[Row[Any]] = []
-        for some in chunks(list(self.started)):
+        # What an earlier call for this claim admitted has started, as far as this one is concerned.
+        started = [key for key in {**self.started, **dict.fromkeys(self.admitted)} if names.tenant_of(key) == tenant]
+        for some in chunks(started):
             own = list(await tx.execute(known.where(sessions.c.task_id.in_(some))))
             if len(own) < count:
-                self.exhausted |= set(some) - {row.task_id for row in own}
+                self.exhausted |= self.started.keys() & (set(some) - {row.task_id for row in own})
             found += own
-        found += await self._admitted(tx, known, count)
+        found += await self._admitted(tx, known, count, tenant)
         found.sort(key=lambda row: (row.urgency, row.number, row.sample))
         return found[:count]
 
-    async def _admitted(self, tx: AsyncConnection, known: Select[Any], count: int) -> list[Row[Any]]:
+    async def _admitted(self, tx: AsyncConnection, known: Select[Any], count: int, tenant: str) -> list[Row[Any]]:
         """Sessions of groups that may start now."""
+        own_consumers = [one for one in self.consumers if one.owner == tenant]
         sessions, tasks = tables.sessions, tables.tasks
         # As subqueries, the queue is read in its order and only as far as needed: a join may sort all queued tasks first.
         own = tasks.c.task_id == sessions.c.task_id
@@ -81,15 +85,15 @@ class PaceGate:
         is_queued = select(tasks.c.task_id).where(own, tasks.c.state == TaskState.QUEUED.value).exists()
         queued = known.add_columns(staleness).where(is_queued)
         admitted: list[Row[Any]] = []
-        decided: dict[str, bool] = {}
+        decided = {key: True for key in self.admitted if names.tenant_of(key) == tenant}
         for _ in range(_ROUNDS):
-            closed = frozenset(one.prefix for one in self.consumers if not self._admits(one, one.slack_of(None)))
+            closed = frozenset(one.prefix for one in own_consumers if not self._admits(one, one.slack_of(None)))
             self.holds = self.holds or bool(closed)
-            if "" in closed or closed in self._exhausted_prefixes:
+            if names.qualify(tenant, "") in closed or (tenant, closed) in self._exhausted_prefixes:
                 break
             fresh = list(await tx.execute(_past(queued, closed, decided)))
             if not fresh and not decided:
-                self._exhausted_prefixes.add(closed)
+                self._exhausted_prefixes.add((tenant, closed))
             for row in fresh:
                 if row.task_id not in decided:
                     decided[row.task_id] = self._admit(row.task_id, row.max_staleness)
@@ -110,7 +114,7 @@ class PaceGate:
                 log.warning(
                     "consumer %r uses more groups than its groups_per_update of %d before the policy version advances: "
                     "starting one more. Set groups_per_update to the number of groups in one update",
-                    one.name,
+                    names.plain(one.name),
                     one.groups_per_update,
                 )
             self._starved.discard(one.name)
@@ -216,7 +220,7 @@ class Pacer:
         self.withheld_seconds: dict[str, float] = {}
         """Seconds that each consumer waited while finished groups were withheld for older ones."""
         self._waiting: dict[str, _WaitingConsumer] = {}
-        self._exhausted_prefixes: set[frozenset[str]] = set()
+        self._exhausted_prefixes: set[tuple[str, frozenset[str]]] = set()
         self._idle = (0, self.clock())
         self._startable: dict[str, int] | None = None
         """Started tasks that may have waiting sessions, each with a number that grows when it gets one; `None`: not known.
@@ -306,17 +310,24 @@ class Pacer:
 
     # Status
 
-    async def status(self, version: int) -> Pacing:
+    async def status(self, version: int, tenant: str | None = None) -> Pacing:
+        """The consumers of a tenant, or of all."""
         self.set_idle(self._idle[0])
         async with self.store.write() as tx:
             found = await self._consumers(tx, version) if self.active else []
+        found = [one for one in found if names.visible(one.owner, tenant)]
         others = sorted(set(self.bias.consumers) - {one.name for one in found})
         return Pacing(
             idle_slot_seconds=self.idle_seconds,
-            consumers=[ConsumerPace(consumer=name, quartiles=self.bias.quartiles(name)) for name in others]
+            consumers=[
+                ConsumerPace(consumer=names.plain(key), tenant=names.tenant_of(key), quartiles=self.bias.quartiles(key))
+                for key in others
+                if names.visible(names.tenant_of(key), tenant)
+            ]
             + [
                 ConsumerPace(
-                    consumer=one.name,
+                    consumer=names.plain(one.name),
+                    tenant=one.owner,
                     groups_per_update=one.groups_per_update,
                     max_staleness=one.max_staleness,
                     used=one.used,

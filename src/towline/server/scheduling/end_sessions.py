@@ -6,6 +6,7 @@ end of a session that another epoch has ended changes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,9 +36,9 @@ from towline.server.scheduling.rules import (
     should_retry,
     stop_at,
 )
-from towline.server.store import tables
+from towline.server.store import names, tables
 from towline.server.store.database import Store
-from towline.server.store.tables import Phase, add_events, chunks, result_id, take_numbers
+from towline.server.store.tables import NewEvent, Phase, add_events, chunks, result_id, take_numbers
 
 _LENGTH = ("turns", "trained_tokens", "seconds")
 _FIELDS = (
@@ -82,8 +83,8 @@ class Effects:
     fenced: list[SessionEnd] = field(default_factory=list)
     """Ends that came after another epoch had ended the session."""
     ended: list[SessionEnd] = field(default_factory=list)
-    waiting: int = 0
-    """Change in the number of waiting sessions."""
+    waiting: Counter[str] = field(default_factory=Counter)
+    """Change in the number of waiting sessions of each tenant."""
     published: int = 0
     callbacks: int = 0
 
@@ -100,10 +101,10 @@ class EndSessions:
         self._tasks: dict[str, Row[Any]] = {}
         self._groups: dict[str, GroupProgress] = {}
         self._results: list[dict[str, Any]] = []
-        self._events: list[tuple[str, dict[str, Any]]] = []
+        self._events: list[NewEvent] = []
 
     async def conclude(self, endings: Sequence[SessionEnd]) -> Effects:
-        await self._lock({ending.task_id for ending in endings})
+        await self._lock({ending.key for ending in endings})
         strikes = await self._take(endings)
         for ending in endings:
             if ending.session_id in strikes:
@@ -113,7 +114,7 @@ class EndSessions:
         return await self._commit()
 
     async def cancel(self, task_id: str) -> Effects | None:
-        """Cancel a task; `None` if it does not exist."""
+        """Cancel the task with this stored id; `None` if it does not exist."""
         await self._lock({task_id})
         group = self._groups.get(task_id)
         if group is None:
@@ -202,14 +203,14 @@ class EndSessions:
     def _was_cut(self, ending: SessionEnd) -> bool:
         """Whether the session ended, or will not be retried, because its group was complete without it."""
         unfinished = ending.state in (SessionState.CANCELLED, SessionState.LOST)
-        return unfinished and self._groups[ending.task_id].state is TaskState.DONE
+        return unfinished and self._groups[ending.key].state is TaskState.DONE
 
     # Samples
 
     async def _end(self, ending: SessionEnd, strikes: int) -> None:
-        task, group = self._tasks[ending.task_id], self._groups[ending.task_id]
+        task, group = self._tasks[ending.key], self._groups[ending.key]
         self._events += ending.steps
-        self._events.append(("session", ending.event()))
+        self._events.append(ending.event())
         self.effects.ended.append(ending)
         strikes = strikes_after(
             ending.state,
@@ -231,7 +232,7 @@ class EndSessions:
         self._publish_session(ending, task, final_state(ending.state, group))
         if ending.failure is FailureReason.QUARANTINED:
             await self._quarantine_suspects(ending)
-        await self._decide(ending.task_id)
+        await self._decide(ending.key)
 
     async def _decide(self, task_id: str) -> None:
         """Publish the group if that is due, and stop the samples that it does not need."""
@@ -266,8 +267,8 @@ class EndSessions:
             company=ending.company,
         )
         await self.tx.execute(insert(table), [fresh])
-        self._events.append(("session", session_event(fresh)))
-        self.effects.waiting += 1
+        self._events.append(session_event(fresh, ending.tenant))
+        self.effects.waiting[ending.tenant] += 1
 
     async def _stop_rest(self, task_id: str, reason: EndReason) -> None:
         """End the waiting sessions of a task and ask the running ones to stop."""
@@ -281,7 +282,7 @@ class EndSessions:
         suspected = (tables.sessions.c.deaths >= self._quarantine_deaths,)
         reason = FailureReason.QUARANTINED
         await self._end_waiting(
-            found.task_id, suspected, state=SessionState.FAILED, failure=reason, error=storable_text(found.error)
+            found.key, suspected, state=SessionState.FAILED, failure=reason, error=storable_text(found.error)
         )
 
     async def _end_waiting(self, task_id: str, which: Sequence[ColumnElement[bool]], **end: Any) -> None:
@@ -296,9 +297,9 @@ class EndSessions:
         for row in sorted(ended, key=lambda row: row.sample):
             ending = SessionEnd.of_row(row, **end)
             group.finished += 1
-            self.effects.waiting -= 1
+            self.effects.waiting[ending.tenant] -= 1
             self.effects.ended.append(ending)
-            self._events.append(("session", ending.event()))
+            self._events.append(ending.event())
             self._publish_session(ending, task, ending.state)
 
     # Results
@@ -317,7 +318,8 @@ class EndSessions:
         self._results.append(
             {
                 "unit": Unit.SESSION.value,
-                "task_id": ending.task_id,
+                "task_id": ending.key,
+                "owner": ending.tenant,
                 "session_id": ending.session_id,
                 "body": dump_json(body),
                 "usable": ending.usable,
@@ -333,6 +335,7 @@ class EndSessions:
             {
                 "unit": Unit.GROUP.value,
                 "task_id": task_id,
+                "owner": names.tenant_of(task_id),
                 "session_id": None,
                 "body": None,
                 "usable": complete,
@@ -360,7 +363,8 @@ class EndSessions:
         table = tables.tasks
         await self.tx.execute(update(table).where(table.c.task_id == task_id).values(**now, updated=self.at))
         if was.state != group.state:
-            self._events.append(("task", {"task_id": task_id, "state": group.state.value}))
+            body = {"task_id": names.plain(task_id), "state": group.state.value}
+            self._events.append((names.tenant_of(task_id), "task", body))
         if group.finished >= group.num_samples:
             self.effects.finished_tasks.append(task_id)
 
@@ -371,11 +375,12 @@ class EndSessions:
         for seq, row in enumerate(self._results, first):
             row["seq"] = seq
             event = {"result_id": result_id(row["unit"], seq, self.store.token), "unit": row["unit"]}
-            event |= {"task_id": row["task_id"], "session_id": row["session_id"], "usable": row["usable"]}
-            self._events.append(("result", event))
+            event |= {"task_id": names.plain(row["task_id"]), "session_id": row["session_id"], "usable": row["usable"]}
+            self._events.append((row["owner"], "result", event))
             url = self._tasks[row["task_id"]].callback
             if row["unit"] == Unit.GROUP and url:
-                callbacks.append({"seq": seq, "url": url, "body": dump_json(event), "tries": 0, "due": self.at})
+                sent = {"seq": seq, "url": url, "body": dump_json(event), "tries": 0, "due": self.at}
+                callbacks.append(sent | {"owner": row["owner"]})
         for row in self._results:
             if row["unit"] == Unit.GROUP and row["usable"]:
                 row["lowest_version"] = await self._lowest(row["task_id"], row["seq"])

@@ -11,9 +11,10 @@ from towline.cluster.runner import SessionOutcome, StoreRequest
 from towline.cluster.segments import SegmentSlice
 from towline.common.text import one_line
 from towline.errors import TowlineError
-from towline.schema import EndReason, FailureReason, SessionState, SessionSummary
+from towline.schema import DEFAULT_TENANT, EndReason, FailureReason, SessionState, SessionSummary
 from towline.server.scheduling import rules
-from towline.server.store.tables import Phase, session_id
+from towline.server.store import names
+from towline.server.store.tables import NewEvent, Phase, session_id
 
 _ERROR_CHARS = 4000
 """Longest error that is stored."""
@@ -26,6 +27,7 @@ class SessionEnd(SessionSummary):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
+    tenant: str = DEFAULT_TENANT
     epoch: int
     """The server run that the session belongs to; no other may end it."""
     state: SessionState = SessionState.FAILED
@@ -51,13 +53,19 @@ class SessionEnd(SessionSummary):
     notes: list[str] = Field(default_factory=list)
     piece: SegmentSlice | None = None
     """Where its trajectory is stored."""
-    steps: list[tuple[str, dict[str, Any]]] = Field(default_factory=list)
+    steps: list[NewEvent] = Field(default_factory=list)
     """Events of its stages that are not written yet."""
+
+    @property
+    def key(self) -> str:
+        """The stored id of its task."""
+        return names.qualify(self.tenant, self.task_id)
 
     @classmethod
     def of_row(cls, row: Row[Any], **fields: Any) -> SessionEnd:
         """The end of a session that only its row tells of. Not validated: a damaged row must not stop a start."""
-        identity = {name: getattr(row, name) for name in ("session_id", "task_id", "sample", "attempt", "epoch")}
+        identity = {name: getattr(row, name) for name in ("session_id", "sample", "attempt", "epoch")}
+        identity |= {"task_id": names.plain(row.task_id), "tenant": names.tenant_of(row.task_id)}
         return cls.model_construct(**identity, **fields)
 
     def died(self, error: str, *, company: int, limit: int) -> None:
@@ -77,6 +85,7 @@ class SessionEnd(SessionSummary):
         return {
             "session_id": self.session_id,
             "task_id": self.task_id,
+            "tenant": self.tenant,
             "sample": self.sample,
             "attempt": self.attempt,
             "state": self.state.value,
@@ -87,7 +96,8 @@ class SessionEnd(SessionSummary):
 
     def log_line(self) -> str:
         """The failure in one line of the log."""
-        where = f"task {self.task_id}, sample {self.sample}, attempt {self.attempt}"
+        whose = "" if self.tenant == DEFAULT_TENANT else f" of tenant {self.tenant}"
+        where = f"task {self.task_id}{whose}, sample {self.sample}, attempt {self.attempt}"
         reason = self.failure.value if self.failure else "unknown"
         retried = "retried" if self.retried else "not retried"
         error = log_text(self.error or "unknown")
@@ -96,9 +106,9 @@ class SessionEnd(SessionSummary):
             f"session {self.session_id} {self.state.value}: {where}, reason {reason}, stage {stage}, {retried}: {error}"
         )
 
-    def event(self) -> dict[str, Any]:
-        """The body of the event that the session ended."""
-        return {
+    def event(self) -> NewEvent:
+        """The event that the session ended."""
+        body = {
             "session_id": self.session_id,
             "task_id": self.task_id,
             "sample": self.sample,
@@ -110,6 +120,7 @@ class SessionEnd(SessionSummary):
             "reward": self.reward,
             "error": storable_text(self.error),
         }
+        return self.tenant, "session", body
 
 
 def lost_session_end(row: Row[Any], *, company: int, limit: int) -> SessionEnd:
@@ -166,10 +177,11 @@ def waiting_row(
     deaths: int = 0,
     company: int = 0,
 ) -> dict[str, Any]:
-    """The row of a session that waits in the queue."""
+    """The row of a session that waits in the queue, of the task with this stored id."""
     return {
         "session_id": session_id(task_id, sample, attempt),
         "task_id": task_id,
+        "owner": names.tenant_of(task_id),
         "number": number,
         "sample": sample,
         "attempt": attempt,
@@ -187,9 +199,10 @@ def waiting_row(
     }
 
 
-def session_event(row: dict[str, Any]) -> dict[str, Any]:
-    """The body of the event that a session reached a stage."""
-    return {name: row[name] for name in ("session_id", "task_id", "sample", "attempt", "state")}
+def session_event(row: dict[str, Any], tenant: str) -> NewEvent:
+    """The event that a session reached a stage."""
+    body = {name: row[name] for name in ("session_id", "task_id", "sample", "attempt", "state")}
+    return tenant, "session", body | {"task_id": names.plain(body["task_id"])}
 
 
 def storable_text(text: str | None) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import partial
-from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -19,7 +18,7 @@ from towline.server.events import Signal
 from towline.server.scheduling import queue
 from towline.server.scheduling.ending import log_text
 from towline.server.store.database import Store
-from towline.server.store.tables import add_events
+from towline.server.store.tables import SERVICE, NewEvent, add_events
 
 _WRITE_SECONDS = 0.1
 """Between two batches of stages."""
@@ -49,12 +48,12 @@ class StageWriter:
     def last(self, session_id: str) -> SessionState:
         return self.reached[session_id].state if session_id in self.reached else SessionState.QUEUED
 
-    async def take(self, session_id: str) -> list[tuple[str, dict[str, Any]]]:
+    async def take(self, session_id: str) -> list[NewEvent]:
         """Remove and return the events of the session's unwritten stages; the end of the session writes them."""
         # Stages that are being written at this moment come before the end.
         async with self._writing:
             steps = self._steps.pop(session_id, [])
-        return [("session", queue.step_event(step)) for step in steps]
+        return [queue.step_event(step) for step in steps]
 
     def forget(self, session_id: str) -> None:
         self._steps.pop(session_id, None)
@@ -131,7 +130,7 @@ class BreakerMonitor:
 
 
 async def _write_breaker(tx: AsyncConnection, *, status: BreakerStatus, at: float) -> None:
-    await add_events(tx, [("breaker", status.model_dump(mode="json"))], at)
+    await add_events(tx, [(SERVICE, "breaker", status.model_dump(mode="json"))], at)
 
 
 def _describe(status: BreakerStatus) -> str:

@@ -1,8 +1,9 @@
 """The queue: tasks are validated and stored, sessions are claimed for a node.
 
 The queue is the index `sessions_waiting` and nothing in memory: a waiting session costs one row, and claiming the next
-costs the same however many wait behind it. `admit` rejects everything that can be known to be wrong before anything runs,
-with the field at fault. What an untrusted task may name is decided in `task_trust.py`.
+costs the same however many wait behind it. Free slots are shared fairly between tenants (`fairness`); priorities order the
+sessions of one. `admit` rejects everything that can be known to be wrong before anything runs, with the field at fault.
+What an untrusted task may name is decided in `task_trust.py`.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from sqlalchemy import bindparam, func, insert, select, update
+from sqlalchemy import Row, bindparam, func, insert, literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.cluster.runner import InvalidTask, Runner
 from towline.common.crashpoints import crash_point
 from towline.common.text import one_line
 from towline.config import ServerSettings
-from towline.schema import Accepted, FailureReason, Session, SessionState, Task, TaskState
+from towline.schema import DEFAULT_TENANT, Accepted, FailureReason, Session, SessionState, Task, TaskState
 from towline.schema.entities import digest_values
 from towline.schema.files import dump_json
 from towline.schema.trust import RootRegistry
@@ -30,11 +32,12 @@ from towline.server.delivery.callbacks import check_callback
 from towline.server.errors import InvalidInput, QueueFull, ResourceConflict
 from towline.server.pacing.pacer import PaceGate
 from towline.server.scheduling.ending import session_event, waiting_row
+from towline.server.scheduling.fairness import FairShare
 from towline.server.scheduling.task_trust import admitted
-from towline.server.store import tables
+from towline.server.store import names, tables
 from towline.server.store.database import Store
 from towline.server.store.queries import session_of
-from towline.server.store.tables import Phase, add_events, chunks, take_numbers
+from towline.server.store.tables import NewEvent, Phase, add_events, chunks, take_numbers
 
 log = logging.getLogger("towline.server")
 
@@ -54,9 +57,15 @@ class SerializedTask:
     digest: str
     field: str
     """Path of the task in the request: empty, or `[3]`."""
+    tenant: str = DEFAULT_TENANT
+
+    @property
+    def key(self) -> str:
+        """The id under which it is stored."""
+        return names.qualify(self.tenant, self.task.task_id)
 
 
-def serialize_task(task: Task, field: str = "") -> SerializedTask:
+def serialize_task(task: Task, field: str = "", tenant: str = DEFAULT_TENANT) -> SerializedTask:
     """Serialize a task; raises `InvalidInput` for values that a database cannot hold."""
     for name in ("num_samples", "max_attempts", "priority", "max_staleness"):
         value = getattr(task, name)
@@ -69,7 +78,7 @@ def serialize_task(task: Task, field: str = "") -> SerializedTask:
     except orjson.JSONEncodeError:
         # Integers beyond 64 bits and lone surrogates need the slower encoder.
         canonical = json.dumps(known, sort_keys=True, separators=(",", ":")).encode()
-    return SerializedTask(task, dump_json(values), hashlib.sha256(canonical).hexdigest(), field)
+    return SerializedTask(task, dump_json(values), hashlib.sha256(canonical).hexdigest(), field, tenant)
 
 
 async def accept(store: Store, tasks: Sequence[SerializedTask], *, room: int, at: float) -> tuple[list[Accepted], int]:
@@ -77,12 +86,12 @@ async def accept(store: Store, tasks: Sequence[SerializedTask], *, room: int, at
     async with store.write() as tx:
         # The counter serializes submissions: what follows sees every stored task.
         last = await take_numbers(tx, "tasks", len(tasks))
-        known = await _digests(tx, [one.task.task_id for one in tasks])
+        known = await _digests(tx, [one.key for one in tasks])
         fresh: list[SerializedTask] = []
         answers: list[Accepted] = []
         for one in tasks:
             task = one.task
-            found = known.get(task.task_id)
+            found = known.get(one.key)
             if found is not None and found != one.digest:
                 where = f"{one.field}.task_id".lstrip(".")
                 raise ResourceConflict(
@@ -90,7 +99,7 @@ async def accept(store: Store, tasks: Sequence[SerializedTask], *, room: int, at
                 )
             if found is None:
                 fresh.append(one)
-                known[task.task_id] = one.digest
+                known[one.key] = one.digest
             answers.append(Accepted(task_id=task.task_id, created=found is None, sessions=task.num_samples))
         wanted = sum(one.task.num_samples for one in fresh)
         if wanted > room:
@@ -117,7 +126,8 @@ async def _insert(tx: AsyncConnection, fresh: Sequence[SerializedTask], first: i
         task = one.task
         task_rows.append(
             {
-                "task_id": task.task_id,
+                "task_id": one.key,
+                "owner": one.tenant,
                 "number": number,
                 "digest": one.digest,
                 "body": one.body,
@@ -136,13 +146,11 @@ async def _insert(tx: AsyncConnection, fresh: Sequence[SerializedTask], first: i
                 "updated": at,
             }
         )
-        session_rows += [
-            waiting_row(task.task_id, number, task.priority, sample, at) for sample in range(task.num_samples)
-        ]
+        session_rows += [waiting_row(one.key, number, task.priority, sample, at) for sample in range(task.num_samples)]
     await tx.execute(insert(tables.tasks), task_rows)
     for some in chunks(session_rows):
         await tx.execute(insert(tables.sessions), list(some))
-    events = [("task", {"task_id": one.task.task_id, "state": TaskState.QUEUED.value}) for one in fresh]
+    events = [(one.tenant, "task", {"task_id": one.task.task_id, "state": TaskState.QUEUED.value}) for one in fresh]
     await add_events(tx, events, at)
 
 
@@ -154,6 +162,8 @@ class ClaimedSession:
     """A session that this server may run."""
 
     session: Session
+    key: str
+    """The stored id of its task."""
     body: bytes
     """The stored task."""
     deaths: int
@@ -169,6 +179,47 @@ async def suspects(tx: AsyncConnection, deaths: int) -> list[int]:
     return list((await tx.execute(query)).scalars())
 
 
+async def waiting_tenants(tx: AsyncConnection) -> list[str]:
+    """The tenants with waiting sessions: one step in the index per tenant, however many sessions wait."""
+    table = tables.sessions
+    waits = table.c.phase == literal_column(str(int(Phase.WAITING)))
+    first = select(func.min(table.c.owner).label("owner")).where(waits)
+    found = first.cte("found", recursive=True)
+    following = select(func.min(table.c.owner)).where(waits, table.c.owner > found.c.owner).scalar_subquery()
+    found = found.union_all(select(following).where(found.c.owner.is_not(None)))
+    return list((await tx.execute(select(found.c.owner).where(found.c.owner.is_not(None)))).scalars())
+
+
+async def _choose(
+    tx: AsyncConnection, count: int, share: FairShare, gate: PaceGate | None, deaths: int
+) -> list[Row[Any]]:
+    """Waiting sessions: as many of each tenant as its fair share of the slots, of each tenant the most urgent ones."""
+    sessions = tables.sessions
+    waiting = (
+        select(sessions.c.session_id, sessions.c.task_id)
+        .where(sessions.c.phase == Phase.WAITING)
+        .order_by(sessions.c.urgency, sessions.c.number, sessions.c.sample)
+    )
+    if deaths:
+        waiting = waiting.where(sessions.c.deaths >= deaths)
+    chosen: dict[str, list[Row[Any]]] = {tenant: [] for tenant in await waiting_tenants(tx)}
+    left, open_ = count, set(chosen)
+    while left > 0 and open_:
+        given = {tenant: len(rows) for tenant, rows in chosen.items()}
+        for tenant, wanted in share.divide(left, open_, given).items():
+            own = waiting.where(sessions.c.owner == tenant).limit(wanted)
+            if chosen[tenant]:
+                own = own.where(sessions.c.session_id.not_in([row.session_id for row in chosen[tenant]]))
+            rows: list[Row[Any]] = (
+                list(await tx.execute(own)) if gate is None else await gate.choose(tx, own, wanted, tenant)
+            )
+            chosen[tenant] += rows
+            left -= len(rows)
+            if len(rows) < wanted:
+                open_.discard(tenant)
+    return [row for rows in chosen.values() for row in rows]
+
+
 async def claim(
     tx: AsyncConnection,
     count: int,
@@ -177,24 +228,18 @@ async def claim(
     node: str,
     at: float,
     version: int,
+    share: FairShare,
     gate: PaceGate | None = None,
     deaths: int = 0,
 ) -> list[ClaimedSession]:
-    """Claim the most urgent waiting sessions that the gate admits. `version`: the policy version, recorded with new groups.
+    """Claim waiting sessions that the gate admits: the most urgent ones of each tenant, as many as is its share.
 
-    With `deaths`, only sessions with at least that many node deaths.
+    `version`: the policy version, recorded with new groups. With `deaths`, only sessions with at least that many node
+    deaths.
     """
     sessions, tasks = tables.sessions, tables.tasks
-    waiting = (
-        select(sessions.c.session_id, sessions.c.task_id)
-        .where(sessions.c.phase == Phase.WAITING)
-        .order_by(sessions.c.urgency, sessions.c.number, sessions.c.sample)
-        .limit(count)
-    )
-    if deaths:
-        waiting = waiting.where(sessions.c.deaths >= deaths)
     # Tasks are locked before sessions, as everywhere; a session claimed or ended in between is skipped below.
-    found = list(await tx.execute(waiting)) if gate is None else await gate.choose(tx, waiting, count)
+    found = await _choose(tx, count, share, gate, deaths)
     if not found:
         return []
     ids = sorted({row.task_id for row in found})
@@ -214,12 +259,15 @@ async def claim(
         .values(state=TaskState.RUNNING.value, updated=at, version=version, started=at)
         .returning(tasks.c.task_id)
     )
-    events = [("task", {"task_id": name, "state": TaskState.RUNNING.value}) for name in begun.scalars()]
+    events: list[NewEvent] = [
+        (names.tenant_of(key), "task", {"task_id": names.plain(key), "state": TaskState.RUNNING.value})
+        for key in begun.scalars()
+    ]
     await add_events(tx, events, at)
     claimed = []
     for row in rows:
         try:
-            claimed.append(ClaimedSession(session_of(row), bodies[row.task_id], row.deaths, row.company))
+            claimed.append(ClaimedSession(session_of(row), row.task_id, bodies[row.task_id], row.deaths, row.company))
         except (KeyError, ValueError) as error:
             log.error("damaged: row of session %s: %s", row.session_id, one_line(error))
             damaged.append(row.session_id)
@@ -238,7 +286,9 @@ async def take_over(tx: AsyncConnection, session_ids: Sequence[str], *, epoch: i
             .values(epoch=epoch)
             .returning(*table.c)
         )
-        claimed += [ClaimedSession(session_of(row), b"", row.deaths, row.company) for row in await tx.execute(mine)]
+        claimed += [
+            ClaimedSession(session_of(row), row.task_id, b"", row.deaths, row.company) for row in await tx.execute(mine)
+        ]
     return claimed
 
 
@@ -271,19 +321,19 @@ async def write_steps(tx: AsyncConnection, steps: Sequence[Session], epoch: int,
             for one in steps
         ],
     )
-    await add_events(tx, [("session", step_event(one)) for one in steps], at)
+    await add_events(tx, [step_event(one) for one in steps], at)
 
 
-def step_event(session: Session) -> dict[str, Any]:
-    return session_event(session.__dict__)
+def step_event(session: Session) -> NewEvent:
+    return session_event(session.__dict__, session.tenant)
 
 
-async def count_waiting(store: Store) -> int:
-    """The number of waiting sessions."""
+async def count_waiting(store: Store) -> Counter[str]:
+    """The number of waiting sessions of each tenant."""
     table = tables.sessions
+    counted = select(table.c.owner, func.count().label("waiting")).where(table.c.phase == Phase.WAITING)
     async with store.read() as tx:
-        found = await tx.scalar(select(func.count()).select_from(table).where(table.c.phase == Phase.WAITING))
-    return int(found or 0)
+        return Counter({row.owner: row.waiting for row in await tx.execute(counted.group_by(table.c.owner))})
 
 
 async def admit(
@@ -294,8 +344,9 @@ async def admit(
     settings: ServerSettings,
     trusted: bool,
     registry: RootRegistry | None = None,
+    tenant: str = DEFAULT_TENANT,
 ) -> SerializedTask:
-    """Validate a submitted task; returns it serialized. Raises `InvalidInput` or `Forbidden`."""
+    """Validate a task that a tenant submits; returns it serialized. Raises `InvalidInput` or `Forbidden`."""
 
     def at(name: str) -> str:
         return f"{field}.{name}".lstrip(".")
@@ -314,7 +365,8 @@ async def admit(
         registry=registry or RootRegistry(),
         default_sandbox=runner.default_sandbox,
     )
-    one = serialize_task(task, field)
+    one = serialize_task(task, field, tenant)
+    names.check_length(one.key, at("task_id"))
     try:
         await runner.check(task)
     except InvalidTask as error:

@@ -35,9 +35,10 @@ from towline.server.scheduling.ending import (
     fill_session_end,
     lost_session_end,
 )
+from towline.server.scheduling.fairness import FairShare, Weight
 from towline.server.scheduling.progress import BreakerMonitor, StageWriter
 from towline.server.scheduling.rules import is_suspect, suspects_at_once
-from towline.server.store import tables
+from towline.server.store import names, tables
 from towline.server.store.database import Store
 from towline.server.store.tables import Phase
 
@@ -67,7 +68,9 @@ class SessionScheduler:
         metrics: ServerMetrics,
         *,
         quarantine_deaths: int,
+        weight: Weight = lambda tenant: 1.0,
     ):
+        """`weight`: the weight of each tenant in the sharing of slots."""
         self.quarantine_deaths = quarantine_deaths
         self.store = store
         self.runner = runner
@@ -79,10 +82,13 @@ class SessionScheduler:
         self.breakers = BreakerMonitor(store, runner, signals.work, signals.events)
         self.hold_reasons: list[HoldReason] = [self._broken_reason, self._paused_reason, self.breakers.holding]
         """Checked whenever there is room for a session. When one clears, `signals.work` is notified."""
-        self.waiting = 0
-        """Waiting sessions, approximately; recounted periodically."""
+        self.waiting_of: Counter[str] = Counter()
+        """Waiting sessions of each tenant, approximately; recounted periodically."""
+        self.share = FairShare(weight, store.clock.monotonic)
         self.active: dict[str, asyncio.Task[None]] = {}
         """Sessions at the runner, or whose end is being written."""
+        self.owners: dict[str, str] = {}
+        """The tenants of the active sessions."""
         self._ending: set[str] = set()
         """Active sessions that the runner has ended, and whose ends are being written."""
         self.broken = ""
@@ -99,6 +105,7 @@ class SessionScheduler:
         """Whether suspects may be waiting or active."""
         self._ends = EndWriter(store, runner, self.apply, quarantine_deaths=quarantine_deaths)
         self._tasks: BoundedDict[str, Task] = BoundedDict(_CACHED_TASKS)
+        """By stored id."""
         self._loops: list[asyncio.Task[None]] = []
 
     # Start and stop
@@ -128,7 +135,7 @@ class SessionScheduler:
             await self._ends.write_lost([ending], ended_otherwise(ending))
             await self.runner.discard(ending.session_id)
         await self._ends.write_lost(list(endings.values()))
-        self.waiting = await queue.count_waiting(self.store)
+        self.waiting_of = await queue.count_waiting(self.store)
         return len(rows) - len(adopted)
 
     async def _adopt(self, rows: Sequence[Row[Any]]) -> set[str]:
@@ -201,10 +208,15 @@ class SessionScheduler:
         # Sessions that are no longer active have ended by themselves.
         self._to_stop &= self.active.keys()
         if claimed:
-            self.waiting = max(0, self.waiting - len(claimed))
+            self.waiting_of -= Counter(one.session.tenant for one in claimed)
             self.signals.events.notify()
         self.runner.report_demand(self.waiting)
         return len(claimed)
+
+    @property
+    def waiting(self) -> int:
+        """Waiting sessions of all tenants, approximately."""
+        return max(0, self.waiting_of.total())
 
     @property
     def held(self) -> str:
@@ -234,6 +246,7 @@ class SessionScheduler:
             node=self.runner.name,
             at=self.store.clock.now(),
             version=version,
+            share=self.share,
             gate=gate,
             deaths=0 if suspects is None else self.quarantine_deaths,
         )
@@ -260,7 +273,7 @@ class SessionScheduler:
         if is_suspect(claimed.deaths, self.quarantine_deaths):
             self._suspects.add(session.session_id)
         try:
-            task = self._task(session.task_id, claimed.body)
+            task = self._task(claimed.key, claimed.body)
             running = self.runner.submit(task, session)
         except TowlineError as error:
             running = _failed(error)
@@ -272,15 +285,19 @@ class SessionScheduler:
         session_id = claimed.session.session_id
         active = asyncio.create_task(self._run_session(claimed, running))
         self.active[session_id] = active
+        self.owners[session_id] = claimed.session.tenant
+        self.share.started(claimed.session.tenant)
         active.add_done_callback(lambda done: self._session_ended(session_id, done))
 
-    def _task(self, task_id: str, body: bytes) -> Task:
-        if task_id not in self._tasks:
-            self._tasks[task_id] = Task.model_validate(load_json(body))
-        return self._tasks[task_id]
+    def _task(self, key: str, body: bytes) -> Task:
+        if key not in self._tasks:
+            self._tasks[key] = Task.model_validate(load_json(body))
+        return self._tasks[key]
 
     def _session_ended(self, session_id: str, done: asyncio.Task[None]) -> None:
         self.active.pop(session_id, None)
+        if session_id in self.owners:
+            self.share.ended(self.owners.pop(session_id))
         self._ending.discard(session_id)
         self._to_stop.discard(session_id)
         self._suspects.discard(session_id)
@@ -300,7 +317,7 @@ class SessionScheduler:
     async def _run_session(self, claimed: queue.ClaimedSession, running: Awaitable[SessionOutcome]) -> None:
         outcome: SessionOutcome | None = None
         session = claimed.session
-        identity = {name: getattr(session, name) for name in ("session_id", "task_id", "sample", "attempt")}
+        identity = {name: getattr(session, name) for name in ("session_id", "task_id", "tenant", "sample", "attempt")}
         ending = SessionEnd(**identity, epoch=self.store.epoch, deaths=claimed.deaths, company=claimed.company)
         try:
             outcome = await running
@@ -333,14 +350,14 @@ class SessionScheduler:
 
     def apply(self, effects: Effects) -> None:
         """Act on what a committed transaction requires."""
-        self.waiting = max(0, self.waiting + effects.waiting)
-        self.pacer.retried([ending.task_id for ending in effects.ended if ending.retried])
+        self.waiting_of.update(effects.waiting)
+        self.pacer.retried([ending.key for ending in effects.ended if ending.retried])
         for ending in effects.ended:
             self.metrics.ended(ending)
             _log_failure(ending)
-        for task_id in effects.finished_tasks:
-            self._tasks.pop(task_id, None)
-            self.runner.forget(task_id)
+        for key in effects.finished_tasks:
+            self._tasks.pop(key, None)
+            self.runner.forget(names.plain(key))
         self.stop(effects.stop, effects.stop_reason)
         for ending in effects.lengths:
             self.metrics.ended_in_group(ending)
@@ -351,7 +368,7 @@ class SessionScheduler:
         if effects.callbacks:
             self.signals.callbacks.notify()
         self.signals.events.notify()
-        if effects.waiting > 0:
+        if effects.waiting.total() > 0:
             self.signals.work.notify()
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import select
 
 from towline.cluster.runner import SessionOutcome
 from towline.schema import Compared, Session, SessionState, SlowSession
-from towline.server.store import tables
+from towline.server.store import names, tables
 from towline.server.store.database import Store
 from towline.server.store.tables import chunks
 
@@ -57,7 +57,7 @@ async def slowest_sessions(
 ) -> list[SlowSession]:
     """Stragglers first, then by their time in the stage. `active` has each session as it was when it reached its stage."""
     busy = [session for session in active if session.state in _TIMINGS]
-    siblings = await _sibling_seconds(store, {one.task_id for one in busy if one.state is SessionState.RUNNING})
+    siblings = await _sibling_seconds(store, {_key(one) for one in busy if one.state is SessionState.RUNNING})
     turns = {one["session_id"]: one.get("turns") for node in nodes for one in node.get("sessions", ())}
     now = store.clock.now()
     found = [
@@ -65,7 +65,7 @@ async def slowest_sessions(
             session,
             max(0.0, now - session.updated),
             turns.get(session.session_id),
-            siblings.get(session.task_id, ()) if session.state is SessionState.RUNNING else (),
+            siblings.get(_key(session), ()) if session.state is SessionState.RUNNING else (),
             durations.of(session.state),
         )
         for session in busy
@@ -85,6 +85,7 @@ def compare(
     return SlowSession(
         session_id=session.session_id,
         task_id=session.task_id,
+        tenant=session.tenant,
         sample=session.sample,
         attempt=session.attempt,
         state=session.state,
@@ -94,6 +95,11 @@ def compare(
         compared_with=compared,
         straggler=basis is not None and seconds > STRAGGLER * basis,
     )
+
+
+def _key(session: Session) -> str:
+    """The stored id of its task."""
+    return names.qualify(session.tenant, session.task_id)
 
 
 async def _sibling_seconds(store: Store, task_ids: set[str]) -> dict[str, list[float]]:

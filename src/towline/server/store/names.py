@@ -34,6 +34,11 @@ def tenant_of(stored: str) -> str:
     return tenant if separator else DEFAULT_TENANT
 
 
+def visible(owner: str, tenant: str | None) -> bool:
+    """Whether a tenant may see what this owner has; an admin key that asks for all tenants (`None`) sees everything."""
+    return tenant is None or owner == tenant
+
+
 def check_length(stored: str, field: str) -> None:
     """Raise `InvalidInput` for a name that does not fit into the store together with its tenant."""
     if len(stored) > LONGEST:

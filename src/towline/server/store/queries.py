@@ -22,7 +22,7 @@ from towline.schema import (
     TaskStatus,
 )
 from towline.server.errors import ResourceNotFound
-from towline.server.store import tables
+from towline.server.store import names, tables
 from towline.server.store.database import Store
 from towline.server.store.tables import WITHHELD, chunks
 
@@ -46,10 +46,13 @@ class SessionQuery:
     state: SessionState | None = None
     reason: FailureReason | None = None
     task: str | None = None
+    """Stored id of their task."""
     after: str | None = None
     """The last session of the previous page."""
     order: SortOrder = SortOrder.OLDEST
     limit: int = 100
+    tenant: str | None = None
+    """Only sessions of this tenant; `None`: of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class ConsumerLag:
     """How far a consumer is behind."""
 
     consumer: str
+    tenant: str
     unit: str
     lag: int
     """Results that were not delivered to it yet."""
@@ -64,31 +68,36 @@ class ConsumerLag:
     """Results that it has leased."""
 
 
-async def task_status(store: Store, task_id: str) -> TaskStatus:
-    """A task with every attempt at every sample."""
+async def task_status(store: Store, tenant: str, task_id: str) -> TaskStatus:
+    """A task of the tenant with every attempt at every sample."""
     tasks, sessions = tables.tasks, tables.sessions
+    key = names.qualify(tenant, task_id)
     async with store.read() as tx:
-        row = (await tx.execute(select(tasks).where(tasks.c.task_id == task_id))).one_or_none()
+        mine = (tasks.c.task_id == key, *tables.owned_by(tasks, tenant))
+        row = (await tx.execute(select(tasks).where(*mine))).one_or_none()
         if row is None:
             raise ResourceNotFound(f"no task {task_id!r}")
-        query = select(sessions).where(sessions.c.task_id == task_id)
+        query = select(sessions).where(sessions.c.task_id == key)
         rows = list(await tx.execute(query.order_by(sessions.c.sample, sessions.c.attempt)))
     attempts = [session_of(found) for found in rows]
     latest = [one for one, found in zip(attempts, rows, strict=True) if found.latest]
     return _status(row, latest, attempts, EarlyStop.of([[_length(found) for found in rows if found.latest]]))
 
 
-async def task_list(store: Store, state: TaskState | None, after: str | None, limit: int) -> list[TaskStatus]:
-    """Tasks in the order of submission, after the task `after`."""
+async def task_list(
+    store: Store, state: TaskState | None, after: str | None, limit: int, tenant: str | None = None
+) -> list[TaskStatus]:
+    """Tasks of a tenant, or of all, in the order of submission, after the task with the stored id `after`."""
     table = tables.tasks
-    query = select(table).order_by(table.c.number).limit(limit)
+    query = select(table).where(*tables.owned_by(table, tenant)).order_by(table.c.number).limit(limit)
     if state is not None:
         query = query.where(table.c.state == state.value)
     async with store.read() as tx:
         if after is not None:
-            number = await tx.scalar(select(table.c.number).where(table.c.task_id == after))
+            mine = (table.c.task_id == after, *tables.owned_by(table, tenant))
+            number = await tx.scalar(select(table.c.number).where(*mine))
             if number is None:
-                raise ResourceNotFound(f"`after`: unknown task {after!r}")
+                raise ResourceNotFound(f"`after`: unknown task {names.plain(after)!r}")
             query = query.where(table.c.number > number)
         return [_status(row, [], []) for row in await tx.execute(query)]
 
@@ -108,7 +117,8 @@ def _status(
     row: Row[Any], sessions: list[Session], attempts: list[Session], early_stop: EarlyStop | None = None
 ) -> TaskStatus:
     return TaskStatus(
-        task_id=row.task_id,
+        task_id=names.plain(row.task_id),
+        tenant=names.tenant_of(row.task_id),
         state=TaskState(row.state),
         num_samples=row.num_samples,
         finished=row.finished,
@@ -123,10 +133,12 @@ def _status(
     )
 
 
-async def session(store: Store, session_id: str) -> Session:
+async def session(store: Store, session_id: str, tenant: str | None = None) -> Session:
+    """A session of the tenant, or of any."""
     table = tables.sessions
     async with store.read() as tx:
-        row = (await tx.execute(select(table).where(table.c.session_id == session_id))).one_or_none()
+        mine = (table.c.session_id == session_id, *tables.owned_by(table, tenant))
+        row = (await tx.execute(select(table).where(*mine))).one_or_none()
     if row is None:
         raise ResourceNotFound(f"no session {session_id!r}")
     return session_of(row)
@@ -137,7 +149,9 @@ async def session_list(store: Store, wanted: SessionQuery) -> list[Session]:
     table = tables.sessions
     place = (table.c.number, table.c.sample, table.c.attempt)
     newest = wanted.order is SortOrder.NEWEST
-    query = select(table).order_by(*(column.desc() if newest else column for column in place)).limit(wanted.limit)
+    mine = tables.owned_by(table, wanted.tenant)
+    order = (column.desc() if newest else column for column in place)
+    query = select(table).where(*mine).order_by(*order).limit(wanted.limit)
     if wanted.state is not None:
         query = query.where(table.c.state == wanted.state.value)
     if wanted.reason is not None:
@@ -146,7 +160,7 @@ async def session_list(store: Store, wanted: SessionQuery) -> list[Session]:
         query = query.where(table.c.task_id == wanted.task)
     async with store.read() as tx:
         if wanted.after is not None:
-            last = (await tx.execute(select(*place).where(table.c.session_id == wanted.after))).one_or_none()
+            last = (await tx.execute(select(*place).where(table.c.session_id == wanted.after, *mine))).one_or_none()
             if last is None:
                 raise ResourceNotFound(f"`after`: unknown session {wanted.after!r}")
             behind = tuple_(*place) < tuple_(*last) if newest else tuple_(*place) > tuple_(*last)
@@ -154,8 +168,8 @@ async def session_list(store: Store, wanted: SessionQuery) -> list[Session]:
         return [session_of(row) for row in await tx.execute(query)]
 
 
-async def consumer_lags(store: Store) -> list[ConsumerLag]:
-    """How far the most recently seen consumers are behind."""
+async def consumer_lags(store: Store, tenant: str | None = None) -> list[ConsumerLag]:
+    """How far the most recently seen consumers of a tenant, or of all, are behind."""
     table, results, leases = tables.consumers, tables.results, tables.leases
     found = []
     async with store.read() as tx:
@@ -164,13 +178,15 @@ async def consumer_lags(store: Store) -> list[ConsumerLag]:
             leases.c.consumer, leases.c.unit, out
         )
         holding = {(row.consumer, row.unit, bool(row.out)): row.held for row in await tx.execute(held)}
-        for row in list(await tx.execute(select(table).order_by(table.c.seen.desc()).limit(_CONSUMERS))):
-            behind = [results.c.unit == row.unit, results.c.seq > row.cursor]
+        recent = select(table).where(*tables.owned_by(table, tenant)).order_by(table.c.seen.desc()).limit(_CONSUMERS)
+        for row in list(await tx.execute(recent)):
+            behind = [results.c.owner == row.owner, results.c.unit == row.unit, results.c.seq > row.cursor]
             if row.prefix:
                 behind.append(results.c.task_id.startswith(row.prefix, autoescape=True))
             lag = await tx.scalar(select(func.count()).select_from(results).where(*behind))
             withheld, given = (holding.get((row.name, row.unit, it_is), 0) for it_is in (False, True))
-            found.append(ConsumerLag(row.name, row.unit, int(lag or 0) + withheld, given))
+            behind_by = int(lag or 0) + withheld
+            found.append(ConsumerLag(names.plain(row.name), row.owner, row.unit, behind_by, given))
     return found
 
 
@@ -183,13 +199,14 @@ class StoredTrajectories:
     """Sessions whose row does not say where, with the reasons."""
 
 
-async def find_trajectories(store: Store, session_ids: Sequence[str]) -> StoredTrajectories:
+async def find_trajectories(store: Store, session_ids: Sequence[str], tenant: str | None = None) -> StoredTrajectories:
+    """Those of the sessions that the tenant owns; of any tenant, if none is given."""
     table = tables.sessions
     rows: dict[str, Row[Any]] = {}
     async with store.read() as tx:
         for some in chunks(list(session_ids)):
             query = select(table.c.session_id, table.c.segment, table.c.place, table.c.sha256).where(
-                table.c.session_id.in_(some), table.c.segment.is_not(None)
+                table.c.session_id.in_(some), table.c.segment.is_not(None), *tables.owned_by(table, tenant)
             )
             rows |= {row.session_id: row for row in await tx.execute(query)}
     found = StoredTrajectories()
@@ -206,7 +223,8 @@ def session_of(row: Any) -> Session:
     """The session of a row."""
     return Session(
         session_id=row.session_id,
-        task_id=row.task_id,
+        task_id=names.plain(row.task_id),
+        tenant=names.tenant_of(row.task_id),
         sample=row.sample,
         attempt=row.attempt,
         state=SessionState(row.state),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.exc import SQLAlchemyError
@@ -33,9 +33,15 @@ _SWEPT = "swept_epoch"
 class _Floor(NamedTuple):
     """The result up to which a consumer has acknowledged everything of the tasks it follows."""
 
+    owner: str
     unit: str
     prefix: str
     seq: int
+
+    def keeps(self, result: Any) -> bool:
+        """Whether the consumer still needs the result: one of its own tenant, of a task that it follows."""
+        mine = (self.owner, self.unit) == (result.owner, result.unit)
+        return mine and str(result.task_id).startswith(self.prefix) and int(result.last) > self.seq
 
 
 class Retention:
@@ -83,16 +89,11 @@ class Retention:
         needed: set[str] = set()
         for some in chunks(ids):
             query = (
-                select(results.c.task_id, results.c.unit, func.max(results.c.seq).label("last"))
+                select(results.c.task_id, results.c.owner, results.c.unit, func.max(results.c.seq).label("last"))
                 .where(results.c.task_id.in_(some))
-                .group_by(results.c.task_id, results.c.unit)
+                .group_by(results.c.task_id, results.c.owner, results.c.unit)
             )
-            needed |= {
-                row.task_id
-                for row in await tx.execute(query)
-                for floor in floors
-                if floor.unit == row.unit and row.task_id.startswith(floor.prefix) and row.last > floor.seq
-            }
+            needed |= {row.task_id for row in await tx.execute(query) if any(floor.keeps(row) for floor in floors)}
         return [name for name in ids if name not in needed]
 
     async def _floors(self, tx: AsyncConnection, now: float) -> list[_Floor]:
@@ -105,21 +106,21 @@ class Retention:
         )
         same = (first.c.consumer == consumers.c.name) & (first.c.unit == consumers.c.unit)
         query = (
-            select(consumers.c.unit, consumers.c.prefix, consumers.c.cursor, first.c.first)
+            select(consumers.c.owner, consumers.c.unit, consumers.c.prefix, consumers.c.cursor, first.c.first)
             .outerjoin(first, same)
             .where(consumers.c.seen > now - self.silent)
         )
         return [
-            _Floor(row.unit, row.prefix, row.cursor if row.first is None else row.first - 1)
+            _Floor(row.owner, row.unit, row.prefix, row.cursor if row.first is None else row.first - 1)
             for row in await tx.execute(query)
         ]
 
     async def _remove(self, tx: AsyncConnection, ids: Sequence[str]) -> list[str]:
         """Remove the rows of tasks; returns the ids of their sessions."""
         sessions, results, leases = tables.sessions, tables.results, tables.leases
-        mine = select(sessions.c.session_id, sessions.c.segment).where(sessions.c.task_id.in_(ids))
+        mine = select(sessions.c.session_id, sessions.c.segment, sessions.c.owner).where(sessions.c.task_id.in_(ids))
         found = list(await tx.execute(mine))
-        files = {row.segment for row in found if row.segment}
+        files = {row.segment: row.owner for row in found if row.segment}
         seqs = select(results.c.seq).where(results.c.task_id.in_(ids))
         await tx.execute(delete(leases).where(leases.c.seq.in_(seqs)))
         await tx.execute(delete(tables.callbacks).where(tables.callbacks.c.seq.in_(seqs)))
@@ -129,7 +130,7 @@ class Retention:
         for some in chunks(sorted(files)):
             still = await tx.execute(select(sessions.c.segment).where(sessions.c.segment.in_(some)).distinct())
             left = set(still.scalars())
-            rows = [{"segment": name} for name in some if name not in left]
+            rows = [{"segment": name, "owner": files[name]} for name in some if name not in left]
             if rows:
                 await tx.execute(insert_new(tx, tables.trash), rows)
         return [row.session_id for row in found]

@@ -18,6 +18,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
     Float,
     Index,
     Insert,
@@ -39,6 +40,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from towline.common.text import slug
 from towline.schema import Unit
 from towline.schema.files import dump_json
+from towline.server.store import names
 
 metadata = MetaData()
 
@@ -281,7 +283,7 @@ _RESULT = re.compile(r"(session|group)-([1-9][0-9]{0,17})-([0-9a-f]{8})")
 
 def session_id(task_id: str, sample: int, attempt: int) -> str:
     """A fresh id that begins with the task's; no two attempts share one."""
-    return f"{slug(task_id)}-{sample}-{attempt}-{secrets.token_hex(4)}"
+    return f"{slug(names.plain(task_id))}-{sample}-{attempt}-{secrets.token_hex(4)}"
 
 
 def result_id(unit: Unit | str, seq: int, token: str) -> str:
@@ -293,6 +295,14 @@ def parse_result_id(name: str, token: str) -> tuple[Unit, int] | None:
     """Unit and number of a result of this store; `None` for any other id."""
     found = _RESULT.fullmatch(name)
     return (Unit(found[1]), int(found[2])) if found and found[3] == token else None
+
+
+def owned_by(table: Table, tenant: str | None) -> tuple[ColumnElement[bool], ...]:
+    """The condition that rows belong to the tenant; none for an admin key that asks for the rows of all (`None`).
+
+    Every query on behalf of a caller has it: a row of another tenant is not found, whatever id the caller sends.
+    """
+    return () if tenant is None else (table.c.owner == tenant,)
 
 
 T = TypeVar("T")
@@ -316,13 +326,20 @@ async def take_numbers(tx: AsyncConnection, counter: str, count: int = 1) -> int
     return int((await tx.execute(grown.returning(counters.c.value))).scalar_one())
 
 
-async def add_events(tx: AsyncConnection, new: Sequence[tuple[str, dict[str, Any]]], at: float) -> None:
+NewEvent = tuple[str, str, dict[str, Any]]
+"""The tenant that an event belongs to (`SERVICE`: none), its kind and its body."""
+SERVICE = ""
+"""The owner of events that concern the whole service; every key sees them."""
+
+
+async def add_events(tx: AsyncConnection, new: Sequence[NewEvent], at: float) -> None:
     """Write events; the last thing in a transaction, since all transactions share the counter."""
     if not new:
         return
     first = await take_numbers(tx, "events", len(new)) - len(new) + 1
     rows = [
-        {"seq": seq, "at": at, "kind": kind, "body": dump_json(body)} for seq, (kind, body) in enumerate(new, first)
+        {"seq": seq, "at": at, "kind": kind, "body": dump_json(body), "owner": owner}
+        for seq, (owner, kind, body) in enumerate(new, first)
     ]
     await tx.execute(insert(events), rows)
 
