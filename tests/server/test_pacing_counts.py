@@ -21,7 +21,7 @@ async def compare(r: Rig) -> int:
     version = service.policy.now.version
     async with service.store.write() as tx:
         for row in await consumers.paced_rows(tx, service.store.clock.now(), 1e9):
-            read = await consumers.paced_consumer(tx, row, await consumers.running_groups(tx), version)
+            read = await consumers.paced_consumer(tx, row, await consumers.running_groups(tx, "default"), version)
             counted = await consumers.counted_consumer(tx, row, version)
             for name in ("running", "finished", "in_hand", "used", "pace", "admissible"):
                 assert getattr(counted, name) == getattr(read, name), name

@@ -1,9 +1,10 @@
 """Weighted fair sharing: which tenant gets the next session slot.
 
-A slot goes to the tenant with waiting sessions that holds the fewest slots for its weight. What is shared are the slots
-that tenants hold at any time, and not the sessions they start: a tenant whose sessions take ten times as long would
-otherwise hold ten times the slots. Ties are decided by the slot seconds that each tenant has had for its weight, so that
-one odd slot, or one slot for many tenants, is shared over time as well.
+The slots that tenants with waiting sessions hold, and the free ones, are divided by weight; no tenant gets more than its
+part, rounded up, while another that waits has less. What is shared are slots held at any time, and not starts: a tenant
+whose sessions take ten times as long would otherwise hold ten times the slots. Who gets the odd slots that rounding leaves,
+or the only slot of a small machine, is decided by the slot seconds that each tenant has had for its weight, so that they
+are shared over time as well.
 
 A tenant cannot save up: while it has neither waiting nor running sessions it gains no claim, and when it returns it starts
 level with those that competed meanwhile. Priorities order sessions within a tenant; here they count nothing.
@@ -12,11 +13,14 @@ level with those that competed meanwhile. Priorities order sessions within a ten
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 
 Weight = Callable[[str], float]
 """The weight of a tenant; above 0."""
+_ROUNDING = 1e-9
+"""Errors of floating-point numbers that do not make a slot."""
 
 
 class FairShare:
@@ -51,11 +55,13 @@ class FairShare:
         self._admit(waiting)
         weights = {tenant: self._weight(tenant) for tenant in waiting}
         held = {tenant: self.active[tenant] + given.get(tenant, 0) for tenant in waiting}
+        per_weight = (slots + sum(held.values())) / (sum(weights.values()) or 1.0)
+        part = {tenant: math.ceil(weight * per_weight - _ROUNDING) for tenant, weight in weights.items()}
 
-        def rank(tenant: str) -> tuple[float, float, str]:
+        def rank(tenant: str) -> tuple[bool, float, str]:
             # Slots that were given in this round count as if they had been held for a second each.
             served = self._served[tenant] + (held[tenant] - self.active[tenant]) / weights[tenant]
-            return (held[tenant] + 1) / weights[tenant], served, tenant
+            return held[tenant] >= part[tenant], served, tenant
 
         order = [rank(tenant) for tenant in waiting]
         heapq.heapify(order)
