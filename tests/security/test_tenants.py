@@ -32,7 +32,7 @@ def query_of(path: str) -> dict[str, Any]:
     """The parameters that a route needs."""
     if path == "/v1/events":
         return {"idle": 0}
-    return {"consumer": f"{MARK}-consumer"} if path == "/v1/results" else {}
+    return {}
 
 
 async def walk(t: TwoTenants, caller: Caller, **query: Any) -> list[str]:
@@ -44,10 +44,15 @@ async def walk(t: TwoTenants, caller: Caller, **query: Any) -> list[str]:
             body = {"consumer": f"{MARK}-consumer"}
         elif path == "/v1/results/ack":
             body = {"consumer": f"{MARK}-consumer", "result_ids": [t.result_id]}
+        elif path == "/v1/results":
+            body = {"consumer": f"{MARK}-consumer"}
         elif path == "/v1/trajectories":
             body = {"session_ids": [t.session_id]}
         after = {"last-event-id": "0"} if path == "/v1/events" else {}
-        answer = await caller.call(method, path.format(**t.ids), body, after, **query_of(path), **query)
+        more = query_of(path)
+        if method == "GET" and body is not None:
+            more, body = body, None
+        answer = await caller.call(method, path.format(**t.ids), body, after, **more, **query)
         # The walk made a consumer of the same name for its own tenant.
         told = b'tenant="alice"' in answer.body if path == "/metrics" else leaks(answer)
         if told or await t.rows() != before:
