@@ -2,7 +2,8 @@
 
 A group counts *sessions*: one with five traces is one sample, and all its traces carry its advantage. A session without a
 score (failed infrastructure, or no evaluator) leaves the group; it is never a reward of 0. A group that is left with fewer
-than two sessions, or with equal rewards, carries no gradient and is counted.
+than two sessions, or with equal rewards, carries no gradient and is counted. Rewards that differ by rounding alone are
+equal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,27 @@ from towline.schema import Trace, Trajectory
 
 Scale = Literal["std", "none"]
 Values = npt.NDArray[np.float32]
+REWARD_TOLERANCE = 1e-6
+"""Rewards that differ by less, relative to the largest but at least 1, are equal: sums of the same parts in another
+order."""
+
+
+def reward_spread(rewards: npt.ArrayLike) -> float:
+    """The standard deviation of rewards; 0 if they are equal but for rounding."""
+    values = np.asarray(rewards, np.float64)
+    if values.size == 0 or np.ptp(values) <= REWARD_TOLERANCE * max(1.0, float(np.abs(values).max())):
+        return 0.0
+    return float(values.std())
+
+
+def centred(rewards: npt.ArrayLike, scale: Scale) -> npt.NDArray[np.float64]:
+    """Rewards minus their mean, in units of their standard deviation with `std`; exactly 0 if they are equal."""
+    values = np.asarray(rewards, np.float64)
+    spread = reward_spread(values)
+    if spread == 0.0:
+        return np.zeros(values.shape)
+    differences: npt.NDArray[np.float64] = (values - values.mean()) / (spread if scale == "std" else 1.0)
+    return differences
 
 
 @dataclass(slots=True)
@@ -64,15 +86,15 @@ def group_advantages(
         advantages.rewards |= {t.session_id: float(score) for t, score in scored}
         per_turn = {t.session_id: in_order for t, _ in scored if (in_order := turn_rewards(t))}
         turns = _turn_advantages(per_turn, scale, turn_weight) if per_turn else {}
-        spread = float(rewards.std())
-        has_gradient = spread > 0.0 or any(value for values in turns.values() for value in values.values())
+        has_gradient = reward_spread(rewards) > 0.0 or any(
+            value for values in turns.values() for value in values.values()
+        )
         if not has_gradient and not keep_equal:
             advantages.equal += 1
             continue
-        centred = (rewards - rewards.mean()) / (spread if scale == "std" and spread > 0 else 1.0)
         advantages.sessions |= {
             t.session_id: float(value) * (outcome_weight if t.session_id in per_turn else 1.0)
-            for (t, _), value in zip(scored, centred, strict=True)
+            for (t, _), value in zip(scored, centred(rewards, scale), strict=True)
         }
         advantages.turns |= turns
     return advantages
@@ -107,9 +129,7 @@ def _turn_advantages(
     advantages: dict[str, dict[str, float]] = {session: {} for session in per_turn}
     for position in range(max(map(len, per_turn.values()))):
         compared = {session: turns[position] for session, turns in per_turn.items() if position < len(turns)}
-        values = np.array([value for _, value in compared.values()], np.float64)
-        spread = float(values.std())
-        divisor = spread if scale == "std" and spread > 0 else 1.0
-        for session, (turn, value) in compared.items():
-            advantages[session][turn] = weight * (value - float(values.mean())) / divisor
+        differences = centred([value for _, value in compared.values()], scale)
+        for (session, (turn, _)), difference in zip(compared.items(), differences, strict=True):
+            advantages[session][turn] = weight * float(difference)
     return advantages

@@ -16,6 +16,7 @@ rows; `main_only` keeps the longest row of the main conversation and counts the 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
@@ -26,6 +27,11 @@ import numpy.typing as npt
 from towline.client import AsyncClient, ClientError
 from towline.errors import ConfigError, TowlineError
 from towline.schema import EndReason, Task, Trace, Trajectory, TurnRole, unusable_reason
+from towline.trainers.advantages import reward_spread
+
+log = logging.getLogger("towline.trainers")
+_NAMED = 3
+"""Groups that a report names."""
 
 ExtraTraces = Literal["error", "main_only"]
 
@@ -46,6 +52,8 @@ class Dropped:
     """Trained tokens of those rows."""
     unscored: int = 0
     """Sessions without a score: failed infrastructure, or no evaluator."""
+    too_long: int = 0
+    """Sessions whose row is longer than the trainer is configured for."""
     small_groups: int = 0
     """Groups left with fewer than two rows: there is nothing to compare."""
 
@@ -164,6 +172,36 @@ def grouped_rows(
         else:
             grouped += rows
     return grouped
+
+
+def report_batch(adapter: str, rows: Sequence[SplitRow], *, grouped: bool = True) -> str:
+    """Why a batch teaches nothing, which is also logged under the adapter's name; empty if it teaches something.
+
+    It teaches nothing if it has no trained token, or (`grouped`) if the rewards of every group are equal.
+    """
+    reason = _teaches_nothing(rows, grouped=grouped)
+    if reason:
+        log.warning("%s: this batch teaches nothing: %s", adapter, reason)
+    return reason
+
+
+def _teaches_nothing(rows: Sequence[SplitRow], *, grouped: bool) -> str:
+    if not any(row.trace.trained_tokens for row in rows):
+        return f"none of its {len(rows)} rows has a trained token"
+    if not grouped:
+        return ""
+    rewards: dict[str, dict[str, float]] = {}
+    for row in rows:
+        rewards.setdefault(row.group_id, {})[row.session_id] = row.reward or 0.0
+    if any(reward_spread(list(group.values())) for group in rewards.values()):
+        return ""
+    shown = ", ".join(
+        f"{name}: {len(group)} x {next(iter(group.values())):g}" for name, group in list(rewards.items())[:_NAMED]
+    )
+    return (
+        f"all advantages are 0, since the rewards are equal in each of its {len(rewards)} groups ({shown}): use tasks whose "
+        "rewards differ, or more samples per task"
+    )
 
 
 def row_temperature(row: SplitRow) -> float:

@@ -2,6 +2,9 @@
 
 prime-rl takes flat rows with an advantage per token, so all traces of a session are used and a session still counts once in
 its group. `mask` marks trained tokens; logprobs, temperatures and advantages have one entry per token.
+
+prime-rl replaces the weights of its vLLM servers under running turns (`/pause?mode=keep`) and tells its observers:
+`PolicyWatcher(observers=[…, VersionObserver()])` announces each version. Checked against its source at 559b447.
 """
 
 from __future__ import annotations
@@ -10,9 +13,14 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from towline.client import AsyncClient
 from towline.schema import Trajectory
 from towline.trainers.advantages import Advantages, Scale, group_advantages, token_advantages
-from towline.trainers.packing import by_group, split_rows, unusable_because
+from towline.trainers.packing import by_group, report_batch, split_rows, unusable_because
+from towline.trainers.versions import TrainerVersions
+
+_MODULES = ("prime_rl.transports.rollouts.types", "prime_rl.transport")
+"""Where prime-rl has `TrainingSample`: now, and in older versions."""
 
 
 def training_samples(
@@ -21,6 +29,7 @@ def training_samples(
     """The fields of a `TrainingSample` for every trace of every session that has an advantage."""
     usable = [trajectory for trajectory in trajectories if unusable_because(trajectory) is None]
     advantages = group_advantages(by_group(usable), scale=scale, turn_weight=turn_weight)
+    report_batch("prime-rl", [row for trajectory in usable for row in split_rows(trajectory)])
     return [sample for trajectory in usable for sample in _samples(trajectory, advantages, env_name)]
 
 
@@ -48,6 +57,30 @@ def _samples(trajectory: Trajectory, advantages: Advantages, env_name: str) -> l
 
 def structs(samples: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The samples as prime-rl's own type, without fields that the installed version lacks."""
-    kind = importlib.import_module("prime_rl.transport").TrainingSample
+    kind = _training_sample()
     known = set(kind.__struct_fields__)
     return [kind(**{name: value for name, value in one.items() if name in known}) for one in samples]
+
+
+def _training_sample() -> Any:
+    for name in _MODULES:
+        try:
+            return importlib.import_module(name).TrainingSample
+        except ModuleNotFoundError as error:
+            missing = error
+    raise missing
+
+
+class VersionObserver:
+    """An observer of prime-rl's policy watcher: announces the version of weights once all its servers have them."""
+
+    def __init__(self, url: str | None = None, key: str | None = None):
+        self.url, self.key = url, key
+        self.versions = TrainerVersions()
+
+    async def on_version_pending(self, step: int) -> None:
+        """No-op: turns in flight keep the version that samples them."""
+
+    async def on_new_version(self, step: int) -> None:
+        async with AsyncClient(self.url, self.key) as client:
+            await self.versions.announce_async(client, step)

@@ -10,6 +10,9 @@ trains nothing and does not change the mean. An incomplete group is fully masked
 
 SkyRL normalises rewards over rows, except in step-wise training, where it takes the last row of each trajectory and applies
 its advantage to the others: with `step_wise` all traces of a session are used, otherwise one (`extra_traces`).
+
+SkyRL tells the step with each batch (`batch_metadata.global_step`), once its weights are in the inference engines: it
+is announced before the sessions start.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from towline.errors import TowlineError
 from towline.schema import Trajectory
 from towline.trainers import packing
 from towline.trainers.templates import TaskTemplate, with_sampling
+from towline.trainers.versions import TrainerVersions
 
 _SAMPLING = {
     "temperature": "temperature",
@@ -83,6 +87,7 @@ class TowlineGenerator:
     url: str | None = None
     key: str | None = None
     dropped: packing.Dropped = field(default_factory=packing.Dropped)
+    versions: TrainerVersions = field(default_factory=TrainerVersions)
 
     async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         """A `GeneratorOutput` for a `GeneratorInput`, in the same order."""
@@ -93,6 +98,9 @@ class TowlineGenerator:
         for index, name in enumerate(names):
             instances.setdefault(name, []).append(index)
         async with AsyncClient(self.url, self.key) as client:
+            step = getattr(input_batch.get("batch_metadata"), "global_step", None)
+            if step is not None:
+                await self.versions.announce_async(client, int(step))
             groups = await asyncio.gather(*(self._run(client, input_batch, indices) for indices in instances.values()))
         results: dict[int, PromptResult] = {}
         temperature = (input_batch.get("sampling_params") or {}).get("temperature")
@@ -146,6 +154,7 @@ class TowlineGenerator:
             raise NothingGenerated(
                 f"none of {len(results)} sessions is usable for training; the first reason: {reason}"
             )
+        packing.report_batch("SkyRL", [row for result in results for row in result.rows])
         rows = [OutputRow(result, row) for result in results for row in result.rows or [placeholder]]
         return {
             "prompt_token_ids": [one.row.prompt_ids for one in rows],

@@ -8,7 +8,12 @@ Each prompt of the data source makes one task with `n_samples_per_prompt` sessio
 all of them share a `rollout_id`, by which the loss counts a session once, and `session_rewards` does so for advantages. An
 incomplete group is dropped whole and the next prompt replaces it: a batch has `rollout_batch_size` groups.
 
-The only module of slime or Miles that is imported is a sibling of the one their `Sample` comes from.
+slime labels the weights that it puts into its SGLang engines with a growing `weight_version`, which the engines report
+with every
+turn; before each batch the service is told to take that version over (`announce`), so that each token has its own.
+
+The only module of slime or Miles that is imported is a sibling of the one their `Sample` comes from. Checked against
+the source of slime at 624b824 and of Miles at 31f1ca9.
 """
 
 from __future__ import annotations
@@ -25,7 +30,9 @@ from towline.client import AsyncClient
 from towline.errors import ConfigError
 from towline.schema import Trajectory
 from towline.trainers import packing
+from towline.trainers.advantages import Scale, centred
 from towline.trainers.templates import TaskTemplate, with_sampling
+from towline.trainers.versions import announce_reported
 
 _DROPPED = 8
 """Batches' worth of groups that may be dropped for one batch before the run stops."""
@@ -68,7 +75,9 @@ class CollectedGroups:
 async def _collect(args: Any, data_source: Any) -> CollectedGroups:
     template = TaskTemplate.read(_setting(args, "towline_template"))
     batch = CollectedGroups()
+    rows: list[packing.SplitRow] = []
     async with AsyncClient(getattr(args, "towline_url", None), getattr(args, "towline_key", None)) as client:
+        await announce_reported(client)
         while missing := args.rollout_batch_size - len(batch.groups):
             prompts = data_source.get_samples(missing)
             groups = await asyncio.gather(*(_run(client, template, args, samples) for samples in prompts))
@@ -79,12 +88,14 @@ async def _collect(args: Any, data_source: Any) -> CollectedGroups:
                     continue
                 batch.groups.append(sample_group(samples, group.sessions, args.rollout_temperature))
                 batch.sessions += len(group.sessions)
-                batch.traces += sum(len(packing.split_rows(session)) for session in group.sessions)
+                rows += (row for session in group.sessions for row in packing.split_rows(session))
             if batch.dropped > _DROPPED * args.rollout_batch_size:
                 reason = next(
                     (reason for group in groups for reason in group.unusable.values()), "no session was scored"
                 )
                 raise ConfigError(f"{batch.dropped} groups were dropped in one batch; a recent reason: {reason}")
+    batch.traces = len(rows)
+    packing.report_batch("slime", rows)
     return batch
 
 
@@ -155,16 +166,13 @@ def session_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], lis
     groups: dict[Any, dict[Any, float]] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, {})[sample.rollout_id] = float(sample.reward)
-    means = {name: sum(group.values()) / len(group) for name, group in groups.items()}
-    spread = {name: 1.0 for name in groups}
-    if getattr(args, "grpo_std_normalization", True):
-        for name, group in groups.items():
-            variance = sum((value - means[name]) ** 2 for value in group.values()) / len(group)
-            spread[name] = variance**0.5 or 1.0
-    raw = [float(sample.reward) for sample in samples]
-    return raw, [
-        (value - means[sample.group_index]) / spread[sample.group_index]
-        for value, sample in zip(raw, samples, strict=True)
+    scale: Scale = "std" if getattr(args, "grpo_std_normalization", True) else "none"
+    normalised = {
+        name: dict(zip(group, centred(list(group.values()), scale).tolist(), strict=True))
+        for name, group in groups.items()
+    }
+    return [float(sample.reward) for sample in samples], [
+        normalised[sample.group_index][sample.rollout_id] for sample in samples
     ]
 
 

@@ -3,6 +3,9 @@
 A datum is one trace: position j of its inputs predicts token j + 1, so inputs are the tokens without the last; targets,
 logprobs and advantages are those without the first. Untrained tokens have an advantage of 0, hence no gradient. The loss is
 a sum over tokens, so a session's weight is its number of trained tokens.
+
+The training loop is yours: after `save_weights_for_sampler`, announce the step with
+`TrainerVersions().announce(client, step)`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import numpy.typing as npt
 
 from towline.schema import Trajectory
 from towline.trainers.advantages import Advantages, Scale, group_advantages, token_advantages
-from towline.trainers.packing import SplitRow, check_temperature, split_rows
+from towline.trainers.packing import SplitRow, check_temperature, report_batch, split_rows
 
 if TYPE_CHECKING:
     from tinker import Datum
@@ -29,6 +32,7 @@ def datums(
 ) -> tuple[list[Datum], Advantages]:
     """The datums of every session that has an advantage, and the advantages, which also count the sessions without."""
     advantages = group_advantages(groups, scale=scale, turn_weight=turn_weight)
+    report_batch("Tinker", [row for group in groups.values() for one in group for row in split_rows(one)])
     data = []
     for group in groups.values():
         for trajectory in group:

@@ -238,7 +238,8 @@ def _areal(group: TrainingGroup, episodes: areal.GroupEpisodes) -> list[Seen]:
         length = int(batch["attention_mask"][place].sum())
         assert not batch["loss_mask"][place, length:].any()
         columns = [batch[name][place, :length].tolist() for name in ("input_ids", "loss_mask", "logprobs")]
-        seen.append(Seen(*columns, value))
+        if any(columns[1]):
+            seen.append(Seen(*columns, value))
     return seen
 
 

@@ -19,8 +19,17 @@ from typing import Any
 
 from towline.client import Client, ClientError
 from towline.schema import Session, Task, Trajectory
-from towline.trainers.packing import Dropped, ExtraTraces, check_temperature, one_row, unusable_because
+from towline.trainers.packing import (
+    Dropped,
+    ExtraTraces,
+    SplitRow,
+    check_temperature,
+    one_row,
+    report_batch,
+    unusable_because,
+)
 from towline.trainers.trl.weights import TowlineWeights
+from towline.trainers.versions import TrainerVersions
 
 log = logging.getLogger("towline.trainers.trl")
 
@@ -37,7 +46,9 @@ def session_reward(session_reward: list[float | None], **_: object) -> list[floa
 class TowlineRollouts:
     """A `rollout_func`. `task_of_prompt` makes the task of a prompt; its id and number of samples are set here.
 
-    `weights` is a folder that the service can read; with `None` no weights are pushed. `within` is the timeout of a group in
+    `weights` is a folder that the service can read; with `None` no weights are pushed, and the trainer's step is
+    announced as
+    the version of those that TRL itself puts into its engine (vLLM in server mode). `within` is the timeout of a group in
     seconds.
     """
 
@@ -61,8 +72,11 @@ class TowlineRollouts:
         self.dropped = Dropped()
         self.failed: Counter[str] = Counter()
         """Masked sessions by reason."""
+        self.versions = TrainerVersions()
         self._pushed_step: int | None = None
         self._calls = 0
+        self._trained: dict[str, SplitRow] = {}
+        """The rows of this call, by session."""
 
     def __call__(self, prompts: Sequence[Prompt], trainer: Any) -> dict[str, list[Any]]:
         self._push(trainer)
@@ -82,6 +96,8 @@ class TowlineRollouts:
                 by_id = {one.session_id: one for one in trajectories}
                 for index, session in zip(own, sessions, strict=True):
                     rows[index] = self._row(session, by_id.get(session.session_id), trainer)
+        report_batch("TRL", list(self._trained.values()))
+        self._trained.clear()
         ordered = [rows[index] for index in range(len(prompts))]
         return {field: [row[field] for row in ordered] for field in ordered[0]}
 
@@ -103,6 +119,8 @@ class TowlineRollouts:
         if self.weights is not None and step != self._pushed_step:
             self.weights.push_from(trainer)
             self._pushed_step = step
+        elif self.weights is None and trainer.accelerator.is_main_process:
+            self.versions.announce(self.client, step)
 
     def _task(self, prompt: Prompt, task_id: str, samples: int) -> Task:
         changes: dict[str, Any] = {"task_id": task_id, "num_samples": samples, "min_samples": 0}
@@ -119,5 +137,6 @@ class TowlineRollouts:
             filler = [trainer.processing_class.eos_token_id]
             return dict(zip(_COLUMNS, (session.session_id, filler, filler, [0.0], [0], None), strict=True))
         check_temperature(row, trainer.args.temperature)
+        self._trained[session.session_id] = row
         completion = row.response_ids, row.response_logprobs, row.response_mask
         return dict(zip(_COLUMNS, (session.session_id, row.prompt_ids, *completion, row.reward), strict=True))
