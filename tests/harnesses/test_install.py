@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from support.sandboxes.bare_root import CPLUSPLUS, make_bare_root
-from towline.harnesses.base import Harness, Launch, Npm, PyPI
+from towline.harnesses.base import Harness, InstallError, Launch, Npm, PyPI
 from towline.harnesses.install import Installs, cache_folder, check_libc, install_mount, sandbox_path
-from towline.harnesses.toolchain import InstallError, find_python
+from towline.harnesses.toolchain import find_python
 from towline.sandboxes.base import SandboxSpec, execute
 from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
 

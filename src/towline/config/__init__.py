@@ -21,6 +21,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from towline.config.budgets import SessionBudgets
 from towline.config.cluster import ClusterSettings
 from towline.config.found_file import VARIABLE, check_found_file
 from towline.config.http import HttpLimits
@@ -160,6 +161,16 @@ class GatewaySettings(Section):
     """How long turns in flight may continue when the gateway shuts down."""
     sessions: int = Field(10_000, ge=1, le=1_000_000)
     """Maximum number of open sessions at once."""
+    connections: int = Field(4096, ge=1)
+    """Most open connections of each listener that sessions share."""
+    budgets: SessionBudgets = SessionBudgets()
+    image_hosts: tuple[str, ...] = ()
+    """Hosts (`name` or `name:port`; `*.name` for all below it) whose images the gateway fetches for a harness that sends a
+    URL. Default: none, only images in the request itself (`data:`). Private and loopback addresses are never fetched."""
+    image_bytes: int = Field(20 * 1024 * 1024, ge=1024)
+    """Largest image that is fetched."""
+    image_seconds: float = Field(20.0, gt=0)
+    """Time limit of fetching one image."""
 
 
 class ModelSettings(Section):

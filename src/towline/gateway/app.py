@@ -25,8 +25,10 @@ from towline.common.crashpoints import crash_point
 from towline.conversation import Request
 from towline.dialects.base import Dialect, DialectCall, ReplyStream, Response, Route
 from towline.errors import ApiError, BadRequest, ErrorKind, FidelityError
+from towline.gateway.budgets import SessionUsage
 from towline.gateway.calls import FailedCall
 from towline.gateway.gateway import Gateway
+from towline.gateway.off_loop import LARGE_BYTES, off_loop
 from towline.gateway.session import GatewaySession, RequestTurns
 from towline.schema import POLICY
 
@@ -54,25 +56,29 @@ class HttpExchange:
         self.stream: ReplyStream | None = None
         """Writes the response, once it has started as a stream."""
 
-    async def body(self, limit: int, announced: str) -> bytes:
-        """The request's body; `announced` is its content-length header, if any."""
+    async def body(self, limit: int, announced: str, usage: SessionUsage) -> bytes:
+        """The request's body; `announced` is its content-length header, if any. Counted in `usage` while it arrives."""
         chunks: list[bytes] = []
         size = 0
         if announced.isascii() and announced.isdecimal() and int(announced) > limit:
-            raise ApiError(ErrorKind.TOO_LARGE, f"the request body is larger than {limit} bytes")
-        while True:
-            event: Event = await self._receive()
-            if event["type"] == "http.disconnect":
-                self.disconnected = True
-                raise _Disconnected
-            chunk = event.get("body", b"")
-            size += len(chunk)
-            if size > limit:
-                raise ApiError(ErrorKind.TOO_LARGE, f"the request body is larger than {limit} bytes")
-            if chunk:
-                chunks.append(chunk)
-            if not event.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            raise usage.too_large(limit)
+        try:
+            while True:
+                event: Event = await self._receive()
+                if event["type"] == "http.disconnect":
+                    self.disconnected = True
+                    raise _Disconnected
+                chunk = event.get("body", b"")
+                if size + len(chunk) > limit:
+                    raise usage.too_large(limit)
+                usage.receive(len(chunk))
+                size += len(chunk)
+                if chunk:
+                    chunks.append(chunk)
+                if not event.get("more_body", False):
+                    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        finally:
+            usage.received(size)
 
     def watch(self) -> asyncio.Task[None]:
         """A task that ends when the client disconnects."""
@@ -161,9 +167,10 @@ class ProviderApp:
                 return
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
             session = self._authenticate(key, headers, query)
-            await self._serve(
-                exchange, session, dialect, route, DialectCall(route.operation, {}, headers, query, values)
-            )
+            with session.usage.exchange():
+                await self._serve(
+                    exchange, session, dialect, route, DialectCall(route.operation, {}, headers, query, values)
+                )
         except _Disconnected:
             return
         except ApiError as error:
@@ -234,16 +241,23 @@ class ProviderApp:
         if route.operation in _STORED_OPERATIONS:
             await self._stored(exchange, session, dialect, route, call)
             return
-        limit = self.gateway.settings.body_bytes
-        call.body = _json(await exchange.body(limit, call.headers.get("content-length", "")))
+        limit, usage = self.gateway.settings.body_bytes, session.usage
+        body = await exchange.body(limit, call.headers.get("content-length", ""), usage)
+        large = len(body) > LARGE_BYTES
         request: Request | None = None
         try:
-            request, conversation = session.read(dialect, call)
+            usage.check_values(body)
+            call.body = await off_loop(_json, body) if large else _json(body)
+            usage.check_counts(dialect.items(call.body), call.body.get("tools"))
+            request, conversation = await session.read_request(dialect, call, large=large)
+            usage.check_counts(request.messages, request.tools)
+            await session.fetch_images(request, conversation, self.gateway.images)
             images = await session.resolve_images(request, conversation)
             if route.operation == "count_tokens":
-                await exchange.respond(dialect.count(session.count(request, conversation, images)))
+                count = await session.count_request(request, conversation, images, large=large)
+                await exchange.respond(dialect.count(count))
                 return
-            turns = session.start(request, conversation, images)
+            turns = await session.start_request(request, conversation, images, large=large)
         except RecursionError as error:
             raise BadRequest("the request body is nested too deeply") from error
         except ApiError as error:

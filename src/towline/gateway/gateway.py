@@ -17,23 +17,29 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prometheus_client import Metric
+from prometheus_client.samples import Sample
 from pydantic import ValidationError
 
 from towline.common.arrays import Ids
 from towline.common.crashpoints import crash_point
 from towline.common.files import QUARANTINE, Quarantine
+from towline.common.loop_stalls import LoopStalls
 from towline.common.mappings import deep_merge
 from towline.config import STALL_SECONDS, GatewaySettings, SessionSettings
 from towline.conversation import Finish
 from towline.engines.base import CaptureLevel, Engine
 from towline.errors import ConfigError, TowlineError
 from towline.gateway import records
+from towline.gateway.budgets import SessionUsage
+from towline.gateway.images import RemoteImages
 from towline.gateway.journal import Journal, RecordError, SyncMode, encode
 from towline.gateway.model_routes import ModelRoute, ModelRoutes
 from towline.gateway.recovery import Recovery, quarantine_sessions, session_record
@@ -88,6 +94,10 @@ class Gateway:
         self.routes = ModelRoutes(policy, others or {})
         self.settings = settings
         self.defaults = defaults or SessionSettings()
+        self.refusals: Counter[str] = Counter()
+        """By budget, how many requests and connections were refused."""
+        self.stalls = LoopStalls()
+        self.images = RemoteImages(settings.image_hosts, settings.image_bytes, settings.image_seconds)
         self.model = model
         unknown = self.routes.unknown(self.defaults.models)
         if unknown is not None:
@@ -125,6 +135,7 @@ class Gateway:
             if recovery.compacts:
                 await self._journal.compact(recovery.needed)
             await asyncio.gather(*(engine.start() for engine in self._engines()))
+            self.stalls.start()
         except BaseException:
             await self._journal.close()
             await self._close_engines()
@@ -145,6 +156,7 @@ class Gateway:
         await asyncio.gather(*(session.stop() for session in self.sessions.values()))
 
     async def close(self) -> None:
+        self.stalls.close()
         await self.stop()
         await asyncio.gather(*self._work.values(), return_exceptions=True)
         try:
@@ -152,6 +164,15 @@ class Gateway:
                 await self._journal.close()
         finally:
             await self._close_engines()
+
+    def collect(self) -> Iterable[Metric]:
+        """Prometheus metrics of the gateway: its refusals by budget, and how long its event loop was blocked."""
+        refusals = Metric("towline_gateway_refusals", "Requests and connections over a session's budget", "counter")
+        refusals.samples += [
+            Sample("towline_gateway_refusals_total", {"budget": budget}, count)
+            for budget, count in self.refusals.items()
+        ]
+        return [refusals, *self.stalls.collect("node")]
 
     # Sessions
 
@@ -209,6 +230,7 @@ class Gateway:
             fields.get("instruction", ""),
             metadata,
             tuple(later),
+            usage=self.new_usage(),
         )
         self.add(session)
         try:
@@ -219,6 +241,14 @@ class Gateway:
                 raise SessionError(422, f"metadata or settings cannot be recorded: {error}") from error
             raise
         return OpenedSession(session, key)
+
+    def new_usage(self) -> SessionUsage:
+        """The budgets of one more session."""
+        return SessionUsage(self.settings.budgets, self.refusals)
+
+    def count_refusal(self, budget: str) -> None:
+        """A connection of no session in particular was refused."""
+        self.refusals[budget] += 1
 
     def add(self, session: GatewaySession) -> None:
         self.sessions[session.id] = session

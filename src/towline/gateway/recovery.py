@@ -14,6 +14,7 @@ from towline.common.files import Quarantine
 from towline.config import SessionSettings
 from towline.conversation import Tool
 from towline.gateway import records
+from towline.gateway.budgets import SessionUsage
 from towline.gateway.journal import Disk, Journal, Record, RecordError, encode
 from towline.gateway.journal.segments import SegmentWriter
 from towline.gateway.model_routes import ModelRoutes
@@ -29,6 +30,8 @@ class SessionTable(Protocol):
 
     @property
     def journal(self) -> Journal: ...
+
+    def new_usage(self) -> SessionUsage: ...
 
     def add(self, session: GatewaySession) -> None: ...
 
@@ -138,6 +141,7 @@ def restore_record(table: SessionTable, record: Record, sealed: set[str]) -> Non
             fields["metadata"],
             tuple(fields.get("later_instructions", ())),
             fields["created"],
+            table.new_usage(),
         )
         table.add(session)
         return

@@ -16,14 +16,17 @@ from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from towline.common.sockets import listen, url_of
 from towline.dialects.registry import all_dialects
 from towline.gateway.app import ProviderApp
+from towline.gateway.connections import BoundedProtocol, bounded_protocol, raise_descriptor_limit
 from towline.gateway.control import ControlApi
 from towline.gateway.gateway import Gateway
+
+_CLOSING_SECONDS = 1.0
+"""How long requests whose connection was aborted may take to notice."""
 
 
 class _Server(uvicorn.Server):
@@ -48,6 +51,9 @@ class SessionListener:
             transport = getattr(connection, "transport", None)
             if transport is not None:
                 transport.abort()
+        # Most requests end by themselves as soon as they notice.
+        if self.state.tasks:
+            await asyncio.wait(list(self.state.tasks), timeout=_CLOSING_SECONDS)
         for task in list(self.state.tasks):
             task.cancel()
         await asyncio.gather(*self.state.tasks, return_exceptions=True)
@@ -66,24 +72,26 @@ class RunningGateway:
         """Serve the provider routes of one session on a duplicate of `listener`, whose owner may close it at any time."""
         app = copy.copy(self.provider)
         app.only = session_id
-        config = _config(app, 0)
+        budgets, usage = self.provider.gateway.settings.budgets, self.provider.gateway.get(session_id).usage
+        protocol = bounded_protocol(budgets, budgets.connections, usage.count_refusal)
+        config = _config(app, 0, protocol, budgets.idle_seconds)
         config.load()
         state = ServerState()
         loop = asyncio.get_running_loop()
         copied = listener.dup()
         try:
-            server = await loop.create_server(lambda: HttpToolsProtocol(config, state, {}), sock=copied)
+            server = await loop.create_server(lambda: protocol(config, state, {}), sock=copied)
         except BaseException:
             copied.close()
             raise
         return SessionListener(server, state)
 
 
-def _config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
+def _config(app: ASGIApp, drain_seconds: float, protocol: type[BoundedProtocol], idle_seconds: float) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -91,7 +99,7 @@ def _config(app: ASGIApp, drain_seconds: float) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         # A harness may be idle for minutes between two calls on one connection.
-        timeout_keep_alive=900,
+        timeout_keep_alive=math.ceil(idle_seconds),
         # Longer than the gateway's drain time, so that waiting clients still get an error in their provider's format.
         timeout_graceful_shutdown=math.ceil(drain_seconds) + 5,
     )
@@ -108,9 +116,11 @@ async def serve_gateway(gateway: Gateway, control_key: str) -> AsyncIterator[Run
             base_url = (settings.public_url or url_of(provider, settings.host)).rstrip("/")
             app = ProviderApp(gateway, all_dialects())
             control_app = ControlApi(gateway, base_url).app(control_key)
+            raise_descriptor_limit()
+            protocol = bounded_protocol(settings.budgets, settings.connections, gateway.count_refusal)
             apps = [
-                (_Server(_config(app, settings.drain_seconds)), provider),
-                (_Server(_config(control_app, settings.drain_seconds)), control),
+                (_Server(_config(each, settings.drain_seconds, protocol, settings.budgets.idle_seconds)), listener)
+                for each, listener in ((app, provider), (control_app, control))
             ]
             await gateway.open()
             tasks = [asyncio.create_task(server.serve(sockets=[listener])) for server, listener in apps]

@@ -1,7 +1,8 @@
 """A session at the gateway: its key, its limits, its conversations, and the turns that answer its requests.
 
-A request becomes one turn (or `n`). It is planned against the graph without yielding to the event loop, so that concurrent
-requests never see half a turn; then it is executed (`towline.gateway.turn`), whatever becomes of its connection.
+A request becomes one turn (or `n`). Requests are read and planned one at a time, a long one in a thread, and no turn ends
+meanwhile (`planning`), so that none sees half a turn; then it is executed (`towline.gateway.turn`), whatever becomes of its
+connection.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from typing import Any
 
 from towline.common.budget import Budget
 from towline.common.images import ImagePlaceholder
+from towline.common.mappings import BoundedDict
 from towline.config import SessionSettings
-from towline.conversation import Answer, Request, Tool
+from towline.config.budgets import SessionBudgets
+from towline.conversation import Answer, Media, Request, Tool
 from towline.dialects.base import Dialect, DialectCall, SupportsReferences
 from towline.engines.base import ContextExceeded
 from towline.errors import ApiError, EngineError, ErrorKind
 from towline.gateway import reading, records, sampling
+from towline.gateway.budgets import SessionUsage
 from towline.gateway.calls import FailedCall, call_identity
+from towline.gateway.images import RemoteImages, remote_media
 from towline.gateway.journal import Journal
 from towline.gateway.model_routes import ModelRoute, ModelRoutes
+from towline.gateway.off_loop import off_loop
 from towline.gateway.reading import CachedConversation, RequestReader
 from towline.gateway.turn import PlannedTurn, TurnExecutor
 from towline.tokens.codec import RenderContext
@@ -39,6 +45,8 @@ from towline.tokens.templates.chat_template import TemplateError
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """What a session's id looks like. Ids are parts of file names, so those in a journal are checked against it too."""
 
+_FETCHED = 256
+"""Number of remote images per session that are kept by URL."""
 _MID_SYSTEM = "mid_conv_system"
 """Claude Code's name for the capability of system messages in the middle of a conversation."""
 
@@ -72,9 +80,12 @@ class GatewaySession:
     later_instructions: tuple[str, ...] = ()
     """The instructions of the task's further steps."""
     created: float = field(default_factory=time.time)
+    usage: SessionUsage = field(default_factory=lambda: SessionUsage(SessionBudgets()))
 
     def __post_init__(self) -> None:
-        self.turns = TurnExecutor(self.id, self.group, self.metadata, self.settings, self.routes, self.journal)
+        self.turns = TurnExecutor(
+            self.id, self.group, self.metadata, self.settings, self.routes, self.journal, self.usage
+        )
         self.graph, self.calls, self.contexts = self.turns.graph, self.turns.calls, self.turns.contexts
         self.planners = {route.name: self._planner(route) for route in self.routes}
         self.tools: dict[str, tuple[Tool, ...]] = {}
@@ -82,6 +93,9 @@ class GatewaySession:
         self.reader = RequestReader(self.planners[self.routes.policy.name], self.responses, self.turns.native_ids)
         self.exhausted = asyncio.Event()
         """Set when a request is refused because a limit of the session is exhausted."""
+        self.usage.on_exhausted = self.exhausted.set
+        self._fetched: BoundedDict[str, Media] = BoundedDict(_FETCHED)
+        """Remote images by URL, so that a history shows the same image in every request."""
         self.sealed = False
         self.stopping = False
         self._paused = Budget()
@@ -140,6 +154,13 @@ class GatewaySession:
             call.body = dialect.with_references(call.body, lambda id: self._output(dialect, id))
         return self.reader.read(dialect, call)
 
+    async def read_request(
+        self, dialect: Dialect, call: DialectCall, *, large: bool
+    ) -> tuple[Request, CachedConversation]:
+        """`read`, in a thread if the request is large."""
+        async with self.turns.planning:
+            return await off_loop(self.read, dialect, call) if large else self.read(dialect, call)
+
     def _output(self, dialect: SupportsReferences, id: str) -> Sequence[Any] | None:
         """The items of a stored response, for a request that refers to them."""
         try:
@@ -147,6 +168,21 @@ class GatewaySession:
         except ApiError:
             return None
         return dialect.output(turns.request, self.answer(turns)) if turns.work.done() else None
+
+    async def fetch_images(self, request: Request, conversation: CachedConversation, images: RemoteImages) -> None:
+        """Replace every remote image of a request by its content, or refuse the request: no engine sees a URL."""
+        remote = remote_media(request.messages)
+        if not remote:
+            return
+        for _, media in remote:
+            if media.url not in self._fetched:
+                self._fetched[media.url] = await images.fetch(media)
+        for message, _ in remote:
+            message.media = tuple(
+                replace(self._fetched[m.url], offset=m.offset) if m.url in self._fetched else m for m in message.media
+            )
+            message.fingerprint = None
+        conversation.hashes = self.planners[self.routes.policy.name].hashes(request.messages)
 
     async def resolve_images(self, request: Request, conversation: CachedConversation) -> dict[str, ImagePlaceholder]:
         """The placeholders of a request's images in its prompt, from the engine."""
@@ -162,19 +198,25 @@ class GatewaySession:
 
     # Starting turns
 
-    def start(
-        self, request: Request, conversation: CachedConversation, images: Mapping[str, ImagePlaceholder] | None = None
+    async def start_request(
+        self,
+        request: Request,
+        conversation: CachedConversation,
+        images: Mapping[str, ImagePlaceholder] | None = None,
+        *,
+        large: bool = False,
     ) -> RequestTurns:
         """Plan the request and start sampling it, or join the turns that it retries. Must be followed by `release`."""
         try:
-            return self._start(request, conversation, images or {})
+            async with self.turns.planning:
+                return await self._start(request, conversation, images or {}, large)
         except ApiError as error:
             if error.kind is ErrorKind.QUOTA:
                 self.exhausted.set()
             raise
 
-    def _start(
-        self, request: Request, conversation: CachedConversation, images: Mapping[str, ImagePlaceholder]
+    async def _start(
+        self, request: Request, conversation: CachedConversation, images: Mapping[str, ImagePlaceholder], large: bool
     ) -> RequestTurns:
         self._check_open()
         route = self._route(request)
@@ -190,34 +232,57 @@ class GatewaySession:
             id = retried[0].meta[reading.RESPONSE_ID]
             return RequestTurns(request, retried, self._gathered(retried), id, shared=True)
         self._check_limits(request)
-        self._check_size(request, conversation, key, route)
+        self.usage.check_turns(self.in_flight, request.sampling.n)
         context = self._context(request, key)
+        shown = _with_images(context, images)
+        plan: PromptPlan | None
+        if large:
+            plan = await off_loop(self._sized_plan, request, key, shown, conversation, route)
+            self._check_open()
+        else:
+            plan = self._sized_plan(request, key, shown, conversation, route)
+        self.usage.check_journal(plan.new, len(plan.suffix), request.sampling.n)
         conversation.images = images
         previous, first = conversation.node, self.turns.started
         id = secrets.token_hex(12)
         meta = reading.response_meta(request, id)
         nodes = []
         for _ in range(request.sampling.n):
-            plan = self._plan(request, key, _with_images(context, images), conversation, route)
+            # Further choices are planned after the first is in the graph: they are its siblings.
+            plan = plan or self._plan(request, key, shown, conversation, route)
             most = self._max_tokens(request, plan, route)
             node = self.turns.start(PlannedTurn(request, plan, route, key, most, requested, first, meta))
             self.responses.add(node)
             nodes.append(node)
+            plan = None
         self.contexts[key], self.tools[key] = context, context.tools
         conversation.node = nodes[-1]
         self.reader.remember(conversation, previous)
         self.turns.inflight.join(nodes)
         return RequestTurns(request, nodes, self._gathered(nodes), id)
 
-    def count(
-        self, request: Request, conversation: CachedConversation, images: Mapping[str, ImagePlaceholder] | None = None
+    async def count_request(
+        self,
+        request: Request,
+        conversation: CachedConversation,
+        images: Mapping[str, ImagePlaceholder] | None = None,
+        *,
+        large: bool = False,
     ) -> int:
         """The number of tokens in the request's prompt."""
-        route = self._route(request)
-        key = self._key_of(request, route)
+        async with self.turns.planning:
+            route = self._route(request)
+            key = self._key_of(request, route)
+            planned = (request, key, _with_images(self._context(request, key), images or {}), conversation, route)
+            plan = await off_loop(self._sized_plan, *planned) if large else self._sized_plan(*planned)
+            return _prompt_length(plan)
+
+    def _sized_plan(
+        self, request: Request, key: str, context: RenderContext, conversation: CachedConversation, route: ModelRoute
+    ) -> PromptPlan:
+        """The plan of a request that is not far too long. May run in a thread."""
         self._check_size(request, conversation, key, route)
-        context = _with_images(self._context(request, key), images or {})
-        return _prompt_length(self._plan(request, key, context, conversation, route))
+        return self._plan(request, key, context, conversation, route)
 
     def _context(self, request: Request, key: str) -> RenderContext:
         return self.contexts.get(key) or RenderContext(request.tools, self._arguments(request), self.clock)

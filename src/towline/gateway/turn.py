@@ -27,6 +27,7 @@ from towline.engines.base import ContextExceeded, PoisonTurn, Sample, SampleRequ
 from towline.engines.stalls import EngineStalled, PauseState, StallDetector
 from towline.errors import ApiError, EngineError, TowlineError
 from towline.gateway import records, sampling
+from towline.gateway.budgets import SessionUsage, journal_size
 from towline.gateway.calls import CallLog, FailedCall, InflightTurns, call_identity, failure_reason
 from towline.gateway.journal import Journal
 from towline.gateway.model_routes import ModelRoute, ModelRoutes
@@ -69,7 +70,10 @@ class TurnExecutor:
         settings: SessionSettings,
         routes: ModelRoutes,
         journal: Journal,
+        usage: SessionUsage,
     ):
+        self.planning = asyncio.Lock()
+        """Held while a request is read or planned, and while a turn changes the graph."""
         self.noise = tuple(re.compile(pattern) for pattern in settings.noise)
         self.graph = Graph(self.noise)
         self.calls = CallLog()
@@ -94,6 +98,7 @@ class TurnExecutor:
         self._settings = settings
         self._routes = routes
         self._journal = journal
+        self._usage = usage
         self._recorded: set[str] = set()
         """Root keys whose tools are in the journal."""
         self._ending = BackgroundTasks()
@@ -104,6 +109,7 @@ class TurnExecutor:
         self.sampled_tokens += len(node.sampled)
         self.inflight.abandoned.add(node.id)
         self._recorded.add(node.key)
+        self._usage.journaled += journal_size(node.new, len(node.suffix))
         self._add_native_ids(node.meta.get("native_ids", {}))
 
     def start(self, turn: PlannedTurn) -> GraphNode:
@@ -160,6 +166,7 @@ class TurnExecutor:
         if request.sampling.n > 1:
             node.meta["first"] = turn.first
         self.graph.add(node)
+        self._usage.journaled += journal_size(node.new, len(node.suffix))
         seed = request.sampling.seed
         sample_request = SampleRequest(
             prompt=self.graph.open_prompt(node),
@@ -201,7 +208,8 @@ class TurnExecutor:
         began = time.perf_counter()
         try:
             sampled = await self._sample(node, sample_request)
-            self._store(node, sample_request, request, sampled)
+            async with self.planning:
+                self._store(node, sample_request, request, sampled)
             node.meta["seconds"] = time.perf_counter() - began
             await self._record(node)
         except BaseException as error:
@@ -210,7 +218,8 @@ class TurnExecutor:
             self.failures += isinstance(error, EngineError)
             self.log_failure(node, error)
             raise
-        self.graph.finish(node)
+        async with self.planning:
+            self.graph.finish(node)
         for watcher in self.watchers:
             watcher(node)
 
@@ -263,9 +272,12 @@ class TurnExecutor:
         if node.key not in self._recorded:
             self._recorded.add(node.key)
             tools = records.tools_record(self._session_id, node.key, self.contexts[node.key])
+            self._usage.journaled += len(tools)
             await self._journal.append(tools, sync=False)
         crash_point("gateway.before_journal")
-        await self._journal.append(records.turn_record(self._session_id, node))
+        record = records.turn_record(self._session_id, node)
+        self._usage.journaled += max(0, len(record) - journal_size(node.new, len(node.suffix)))
+        await self._journal.append(record)
         crash_point("gateway.after_journal")
 
     # Turns without a reply

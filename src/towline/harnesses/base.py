@@ -11,13 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from towline.errors import ConfigError
+from towline.errors import ConfigError, TowlineError
 
 INSTALL_ROOT = "/opt/towline"
 """Where installs are mounted inside every sandbox, one folder each: `/opt/towline/<name>`."""
 HOME = "/home/agent"
 """The home folder of the harness inside a sandbox: its own, empty except for the files of its launch."""
 DIALECTS = ("chat", "responses", "messages", "google")
+
+
+class InstallError(TowlineError):
+    """A harness cannot be installed, or its install cannot run; the message says what to do."""
+
+    failure = "harness"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,9 @@ class Npm:
     node: str = "24"
     """Major version of the bundled Node."""
     scripts: bool = False
-    """Whether the packages' install scripts must run for the program to work."""
+    """Whether the packages' install scripts must run for the program to work. They run in a sandbox without a network."""
+    lock: str = ""
+    """Name of its lock in `locks/data`: every package by version and hash. Empty: only `packages` are pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,8 @@ class PyPI:
     """`name==version`, exact."""
     python: str = "3.12"
     """The Python version it needs."""
+    lock: str = ""
+    """As with npm."""
 
 
 Install = Npm | PyPI

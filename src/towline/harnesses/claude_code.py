@@ -57,7 +57,7 @@ HARNESS = Harness(
     name="claude_code",
     summary="Claude Code, Anthropic's coding agent (messages)",
     launch=launch,
-    install=Npm((f"@anthropic-ai/claude-code@{VERSION}",), scripts=True),
+    install=Npm((f"@anthropic-ai/claude-code@{VERSION}",), scripts=True, lock="claude_code"),
     version=VERSION,
     dialects=("messages",),
     options={"compact_at": 0, "env": {}, "args": []},

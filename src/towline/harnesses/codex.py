@@ -56,7 +56,7 @@ HARNESS = Harness(
     name="codex",
     summary="Codex, OpenAI's coding agent (responses)",
     launch=launch,
-    install=Npm((f"@openai/codex@{VERSION}",)),
+    install=Npm((f"@openai/codex@{VERSION}",), lock="codex"),
     version=VERSION,
     dialects=("responses",),
     options={"effort": "medium", "compact_at": 0, "config": {}, "args": []},

@@ -49,7 +49,7 @@ HARNESS = Harness(
     name="gemini_cli",
     summary="Gemini CLI, Google's coding agent (google)",
     launch=launch,
-    install=Npm((f"@google/gemini-cli@{VERSION}",)),
+    install=Npm((f"@google/gemini-cli@{VERSION}",), lock="gemini_cli"),
     version=VERSION,
     dialects=("google",),
     options={"settings": {}, "args": []},

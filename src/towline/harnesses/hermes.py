@@ -65,7 +65,7 @@ HARNESS = Harness(
     name="hermes",
     summary="Hermes Agent (Nous Research)",
     version=VERSION,
-    install=PyPI((f"hermes-agent=={VERSION}",)),
+    install=PyPI((f"hermes-agent=={VERSION}",), lock="hermes"),
     launch=launch,
     resumes=True,
     options={"max_turns": 90, "toolsets": [], "config": {}},

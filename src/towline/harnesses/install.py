@@ -29,11 +29,10 @@ from pathlib import Path
 
 from towline.common.files import user_cache_folder
 from towline.common.progress import OnProgress
-from towline.harnesses.base import INSTALL_ROOT, Harness, Npm, PyPI
+from towline.harnesses.base import INSTALL_ROOT, Harness, InstallError, Npm, PyPI
 from towline.harnesses.toolchain import (
     PATCHELF,
     SECONDS,
-    InstallError,
     PythonInfo,
     architecture,
     byte_compile,

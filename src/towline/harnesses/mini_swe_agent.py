@@ -46,7 +46,7 @@ HARNESS = Harness(
     summary="mini-swe-agent (SWE-agent team): one bash tool",
     version=VERSION,
     # LiteLLM cannot be imported without `mcp`.
-    install=PyPI((f"mini-swe-agent=={VERSION}", "mcp==2.3.0")),
+    install=PyPI((f"mini-swe-agent=={VERSION}", "mcp==2.3.0"), lock="mini_swe_agent"),
     launch=launch,
     options={"config": "mini.yaml", "settings": {}, "step_limit": 0},
 )

@@ -76,7 +76,7 @@ HARNESS = Harness(
     summary="OpenClaw, its embedded agent",
     version=VERSION,
     # Otherwise it completes its install at the first start, which a read-only install does not allow.
-    install=Npm((f"openclaw@{VERSION}",), scripts=True),
+    install=Npm((f"openclaw@{VERSION}",), scripts=True, lock="openclaw"),
     launch=launch,
     resumes=True,
     options={"thinking": "low", "seconds": 86_400, "config": {}},

@@ -62,7 +62,7 @@ HARNESS = Harness(
     name="opencode",
     summary="OpenCode, an open-source coding agent (four dialects)",
     launch=launch,
-    install=Npm((f"opencode-ai@{VERSION}",), scripts=True),
+    install=Npm((f"opencode-ai@{VERSION}",), scripts=True, lock="opencode"),
     version=VERSION,
     dialects=("chat", "responses", "messages", "google"),
     options={"dialect": "chat", "config": {}, "args": []},

@@ -78,7 +78,7 @@ HARNESS = Harness(
     name="openhands_sdk",
     summary="OpenHands, by its software agent SDK",
     version=VERSION,
-    install=PyPI((f"openhands-sdk=={VERSION}", f"openhands-tools=={VERSION}"), python="3.12"),
+    install=PyPI((f"openhands-sdk=={VERSION}", f"openhands-tools=={VERSION}"), python="3.12", lock="openhands_sdk"),
     launch=launch,
     dialects=("chat", "responses"),
     resumes=True,

@@ -43,7 +43,7 @@ HARNESS = Harness(
     name="pi",
     summary="Pi, a small coding agent (four dialects)",
     launch=launch,
-    install=Npm((f"@earendil-works/pi-coding-agent@{VERSION}",)),
+    install=Npm((f"@earendil-works/pi-coding-agent@{VERSION}",), lock="pi"),
     version=VERSION,
     dialects=("chat", "responses", "messages", "google"),
     options={"dialect": "chat", "thinking": "medium", "args": []},

@@ -51,7 +51,7 @@ HARNESS = Harness(
     name="qwen_code",
     summary="Qwen Code, Qwen's coding agent (chat)",
     launch=launch,
-    install=Npm((f"@qwen-code/qwen-code@{VERSION}",)),
+    install=Npm((f"@qwen-code/qwen-code@{VERSION}",), lock="qwen_code"),
     version=VERSION,
     dialects=("chat",),
     options={"settings": {}, "args": []},

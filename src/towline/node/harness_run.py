@@ -227,7 +227,11 @@ class HarnessRunner:
         if active.end_reason is not EndReason.CANCELLED:
             await self._check_calls(active, session)
         silent = not session.graph.nodes and prepared.harness.calls_model
-        if silent and active.end_reason in _MAY_CONTINUE:
+        if silent and session.usage.refused:
+            # Its calls reached the gateway and exceeded the session's budgets: its own doing.
+            active.notes.append("every model call exceeded a budget of the session")
+            active.end_reason = EndReason.LIMIT if active.end_reason in _MAY_CONTINUE else active.end_reason
+        elif silent and active.end_reason in _MAY_CONTINUE:
             timed_out = active.end_reason is EndReason.TIMEOUT
             how = "timed out" if timed_out else f"exited with code {active.exit_code}"
             raise NoModelCalls(

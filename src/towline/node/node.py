@@ -212,9 +212,9 @@ class RolloutNode:
         }
 
     def engine_metrics(self) -> Iterable[Metric]:
-        """Prometheus metrics of the policy's replicas."""
+        """Prometheus metrics of the policy's replicas and of the gateway."""
         engine = self._gateway.engine
-        return engine.collect() if isinstance(engine, EnginePool) else ()
+        return [*(engine.collect() if isinstance(engine, EnginePool) else ()), *self._gateway.collect()]
 
     # The policy
 

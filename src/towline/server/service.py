@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from towline.cluster.runner import NodeNotFound, Runner
 from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
+from towline.common.loop_stalls import LoopStalls, merged
 from towline.common.private_files import private_folder
 from towline.config import ServerSettings
 from towline.errors import StoreError
@@ -64,6 +65,7 @@ class Service:
         self.stopping = asyncio.Event()
         self.signals = Signals()
         self.metrics = ServerMetrics()
+        self.stalls = LoopStalls()
         self.store = store or Store(database_url(settings.database, settings.data))
         self.segments = Segments(settings.segments or settings.data / "segments")
         self.keys = KeyStore(self.store, needed=settings.auth)
@@ -140,6 +142,7 @@ class Service:
             await self.store.close()
             raise
         self.started = self.store.clock.now()
+        self.stalls.start()
 
     async def _orphans(self) -> int:
         """Remove segments that no row names; skipped while the location is down."""
@@ -157,6 +160,7 @@ class Service:
 
     async def close(self) -> None:
         self.stop()
+        self.stalls.close()
         await self.scheduler.close(self.settings.stop_seconds)
         await self._background.close()
         await self.store.close()
@@ -361,7 +365,7 @@ class Service:
         metrics.nodes(nodes)
         metrics.disk_free.set(disk.free)
         metrics.database.set(not self.store.outage.reason)
-        return metrics.text(engines)
+        return metrics.text(merged([*self.stalls.collect("server"), *engines]))
 
 
 async def open_store(settings: ServerSettings) -> Store:
