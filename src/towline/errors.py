@@ -37,6 +37,8 @@ exceptions (`_Name`) are control flow inside one module and never leave it.
             DockerError
             DockerfileError
             CleanSandboxError
+        AddressRefused               common: a host that may not be connected to
+        EgressRefused                sandbox and proxy: a request that is not forwarded
         ArchiveError                 sandbox: archives of files
         InstallError                 node and harness installs
         SetupError                   node: the task's own setup commands

@@ -308,7 +308,7 @@ async def test_images_before_a_model_that_sees_none(start: Start, codec: ModelCo
         assert status == 200
         history += [answer["choices"][0]["message"], user("Thanks.")]
         assert (await rig.post(session, chat(*history)))[0] == 200
-        other = {"type": "image_url", "image_url": {"url": "https://example.com/other.png"}}
+        other = {"type": "image_url", "image_url": {"url": "data:image/png;base64,b3RoZXI="}}
         edited = {"role": "user", "content": [parts[0], other, parts[2]]}
         assert (await rig.post(session, chat(edited, *history[1:], user("Please."))))[0] == 200
         trajectory = await rig.seal(session)

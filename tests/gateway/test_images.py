@@ -33,7 +33,7 @@ from towline.tokens.templates.sentinel import SentinelCodec
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 OTHER = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
-REMOTE = "https://example.com/shot.png"
+THIRD = "data:image/png;base64,dGhpcmQgc2hvdA=="
 VISION = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 SCHEMA = BASH["function"]["parameters"]  # type: ignore[index]
 """A tool's parameters, in every dialect."""
@@ -60,7 +60,7 @@ def agent(request: Request) -> Say:
 def digest(data: str) -> str:
     from binascii import a2b_base64
 
-    return sha256(data.encode() if data.startswith("http") else a2b_base64(data)).hexdigest()
+    return sha256(a2b_base64(data.rpartition(",")[2])).hexdigest()
 
 
 def tokens_of(data: str) -> int:
@@ -231,17 +231,17 @@ async def test_images_in_questions_and_results_are_continued_exactly(
         assert await go_on(rig, session, talk) == "I was given 2 images."
         talk.say("Once more.")
         await go_on(rig, session, talk)
-        talk.result(REMOTE)
+        talk.result(THIRD)
         assert await go_on(rig, session, talk) == "I was given 3 images."
         trajectory = await rig.seal(session)
     assert_one_chain(trajectory, 4)
-    assert_seen(trajectory, engine, PIXEL, OTHER, REMOTE)
+    assert_seen(trajectory, engine, PIXEL, OTHER, THIRD)
     text = seeing.tokenizer.decode(trajectory.prompt(trajectory.turns[1].id).tolist())
     start, pad, end = VISION
     assert f"See {start}{pad * tokens_of(PIXEL)}{end}and take another.<|im_end|>" in text
     assert f"Here:{start}{pad * tokens_of(OTHER)}{end}" in text
     # Each image is rendered once, whatever the number of calls that carry it.
-    assert engine.rendered == [digest(source) for source in (PIXEL, OTHER, REMOTE)]
+    assert engine.rendered == [digest(source) for source in (PIXEL, OTHER, THIRD)]
     # A plain server would have shown the model the same,
     # unless its template drops the reasoning of earlier turns.
     assert (trajectory.report.plain_difference == 0.0) == ("<think>" not in seeing.template.source)
@@ -253,9 +253,9 @@ async def test_conversations_with_images_outlive_the_gateway(vision: SentinelCod
     async with running_gateway(vision, tmp_path, engine=engine) as rig:
         session = await rig.open()
         await go_on(rig, session, talk)
-        talk.result(REMOTE)
+        talk.result(THIRD)
         await go_on(rig, session, talk)
-        assert engine.rendered == [digest(PIXEL), digest(REMOTE)]
+        assert engine.rendered == [digest(PIXEL), digest(THIRD)]
     later = SeeingStandIn(vision, agent)
     async with running_gateway(vision, tmp_path, engine=later) as rig:
         session = Opened(session.id, session.key, rig.running.base_url + "/v1", rig.running.base_url)
@@ -264,7 +264,7 @@ async def test_conversations_with_images_outlive_the_gateway(vision: SentinelCod
         trajectory = await rig.seal(session)
     assert_one_chain(trajectory, 3)
     (trace,) = trajectory.traces
-    assert [image.digest for image in trace.images] == [digest(PIXEL), digest(REMOTE)]
+    assert [image.digest for image in trace.images] == [digest(PIXEL), digest(THIRD)]
     told = later.told[trajectory.turns[-1].id]["mm_placeholders"]["image"]
     assert told == [{"offset": image.start, "length": image.length} for image in trace.images]
     with pytest.raises(ValueError, match="is not in the row's context"):
@@ -276,7 +276,7 @@ async def test_forks_siblings_and_rows_of_other_builders_keep_their_images(
 ) -> None:
     """Whatever becomes of a conversation, the engine gets the position of each image in the prompt, which it verifies."""
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
-    remote = {"type": "image_url", "image_url": {"url": REMOTE}}
+    third = {"type": "image_url", "image_url": {"url": THIRD}}
     for builder, capture in (("exact", "exact"), ("per_turn", "exact"), ("merged", "plain"), ("per_turn", "plain")):
         engine = SeeingStandIn(vision, agent)
         async with running_gateway(vision, tmp_path / f"{builder}-{capture}", engine=engine) as rig:
@@ -289,12 +289,12 @@ async def test_forks_siblings_and_rows_of_other_builders_keep_their_images(
 
             question: Body = {"role": "user", "content": [picture, {"type": "text", "text": "What is it?"}]}
             first = await post(question, n=2)
-            other: Body = {"role": "user", "content": [{"type": "text", "text": "And "}, remote]}
+            other: Body = {"role": "user", "content": [{"type": "text", "text": "And "}, third]}
             second = await post(question, first, other)
             await post(question, first, other, second, user("Sure?"))
             # An edit after the first image, one before it, and a reply that is to be written on.
             await post(question, first, user("And that?"))
-            await post({"role": "user", "content": [remote, {"type": "text", "text": "What is it?"}]}, first, other)
+            await post({"role": "user", "content": [third, {"type": "text", "text": "What is it?"}]}, first, other)
             await post(question, {"role": "assistant", "content": "I see"})
             trajectory = await rig.seal(session)
         sent = {request.id: request for request in engine.requests}
@@ -368,7 +368,7 @@ async def test_an_engine_that_does_not_report_its_placeholders_forks_and_says_so
     async with running_gateway(vision, tmp_path, engine=engine) as rig:
         session = await rig.open()
         await go_on(rig, session, talk)
-        talk.result(REMOTE)
+        talk.result(THIRD)
         assert await go_on(rig, session, talk) == "I was given 2 images."
         talk.say("Without a picture.")
         await go_on(rig, session, talk)

@@ -27,6 +27,7 @@ from towline.sandboxes import wire
 from towline.sandboxes.base import ChangeKind, Mount, PathChange, SandboxError, SandboxSpec, Unsupported, execute
 from towline.sandboxes.bubblewrap import reaper
 from towline.sandboxes.bubblewrap.runtime import BubblewrapRuntime
+from towline.sandboxes.egress import EgressRules
 from towline.sandboxes.files import archives, folders
 from towline.schema import Network, Resources
 
@@ -329,12 +330,25 @@ async def test_invalid_specs_fail_with_a_reason_and_leave_nothing(runtime: Bubbl
         await closed.create(SandboxSpec())
 
 
-async def test_network_open_is_the_hosts_and_none_is_isolated(runtime: BubblewrapRuntime) -> None:
+async def test_networks_are_isolated_unless_the_operator_shares_the_hosts(
+    runtime: BubblewrapRuntime, tmp_path: Path
+) -> None:
+    ours = os.readlink("/proc/self/ns/net")
     async with contract.made(runtime, SandboxSpec(network=Network.OPEN)) as sandbox:
-        assert sandbox.listener is None
-        inside = await contract.sh(sandbox, "readlink /proc/self/ns/net; cat /etc/resolv.conf")
-        assert inside.startswith(os.readlink("/proc/self/ns/net"))
-        assert inside.endswith(await asyncio.to_thread(Path("/etc/resolv.conf").read_text))
+        assert sandbox.listener is not None, "the gateway is reached as with network `gateway`"
+        inside = await contract.sh(sandbox, "readlink /proc/self/ns/net; cat /etc/resolv.conf; echo $https_proxy")
+        assert not inside.startswith(ours)
+        assert inside.splitlines()[1:] == ["http://127.0.0.1:8580"], "names are resolved by the proxy"
+    shared = BubblewrapRuntime(tmp_path / "shared", egress=EgressRules(unfiltered=True))
+    await shared.open()
+    try:
+        async with contract.made(shared, SandboxSpec(network=Network.OPEN)) as sandbox:
+            assert sandbox.listener is None
+            inside = await contract.sh(sandbox, "readlink /proc/self/ns/net; cat /etc/resolv.conf")
+            assert inside.startswith(ours)
+            assert inside.endswith(await asyncio.to_thread(Path("/etc/resolv.conf").read_text))
+    finally:
+        await shared.close()
     async with contract.made(runtime, SandboxSpec(network=Network.NONE)) as sandbox:
         assert not (await contract.sh(sandbox, "readlink /proc/self/ns/net")).startswith(
             os.readlink("/proc/self/ns/net")

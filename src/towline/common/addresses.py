@@ -14,6 +14,8 @@ import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
+from towline.errors import TowlineError
+
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 _NAT64 = (ipaddress.IPv6Network("64:ff9b::/96"), ipaddress.IPv6Network("64:ff9b:1::/48"))
@@ -23,7 +25,7 @@ _HOST = re.compile(
 )
 
 
-class AddressRefused(ValueError):
+class AddressRefused(TowlineError):
     """A host that may not be connected to; the message says why."""
 
 
@@ -75,6 +77,18 @@ def in_networks(address: str, networks: Sequence[str]) -> bool:
         return False
 
 
+def is_own(address: str) -> bool:
+    """Whether an address is one of this machine's: what listens there may expect only its own network."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Nothing is sent: the kernel only says which address it would send from.
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0]) == address
+    except OSError:
+        return False
+
+
 async def resolve(host: str, port: int) -> Sequence[str]:
     """The addresses of a host, in the resolver's order."""
     loop = asyncio.get_running_loop()
@@ -99,8 +113,12 @@ async def checked_addresses(
     if not found:
         raise AddressRefused(f"{host} has no address")
     for address in found:
-        if not is_public(address) and not in_networks(address, private):
+        if in_networks(address, private):
+            continue
+        if not is_public(address):
             raise AddressRefused(f"{host} is at {address}, which is not on the public internet")
+        if is_own(address):
+            raise AddressRefused(f"{host} is at {address}, which is this machine")
     return found
 
 

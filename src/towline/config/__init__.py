@@ -23,6 +23,7 @@ from pydantic_settings import (
 
 from towline.config.budgets import SessionBudgets
 from towline.config.cluster import ClusterSettings
+from towline.config.egress import EgressSettings
 from towline.config.found_file import VARIABLE, check_found_file
 from towline.config.http import HttpLimits
 from towline.config.images import ImageSettings
@@ -279,6 +280,11 @@ class NodeSettings(Section):
     """Folder of installs and root file systems, shared by all sessions. Default: the user's cache folder."""
     cache_bytes: int = Field(20 * 1024**3, ge=1024**2, le=MAX_BYTES)
     """Maximum number of bytes of root file systems in the cache."""
+    egress: EgressSettings = EgressSettings()
+    total_memory_mb: int | None = Field(None, ge=0)
+    """Memory of all sandboxes of this node together. Default: 80% of the machine's; 0: no limit. Needs control groups."""
+    total_pids: int | None = Field(None, ge=0)
+    """Processes of all sandboxes of this node together. Default: half of the machine's; 0: no limit."""
 
 
 class ServerSettings(Section):

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import socket
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -95,6 +95,26 @@ def refuse_remote(media: Media, hosts: Sequence[str]) -> None:
 def remote_media(messages: Sequence[Message]) -> list[tuple[Message, Media]]:
     """The media of messages that are not in the messages themselves."""
     return [(message, media) for message in messages for media in message.media if media.url[:5].lower() != "data:"]
+
+
+async def inline_remote_media(
+    messages: Sequence[Message], fetched: MutableMapping[str, Media], images: RemoteImages
+) -> bool:
+    """Replace remote media of messages by their content, or raise `BadRequest`; whether there was any.
+
+    `fetched` keeps them by URL, so that a history shows the same image in every request.
+    """
+    remote = remote_media(messages)
+    for _, media in remote:
+        if media.url not in fetched:
+            fetched[media.url] = await images.fetch(media)
+    for message, _ in remote:
+        message.media = tuple(
+            replace(fetched[media.url], offset=media.offset) if media.url in fetched else media
+            for media in message.media
+        )
+        message.fingerprint = None
+    return bool(remote)
 
 
 def _shown(url: str) -> str:

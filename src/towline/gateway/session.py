@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,10 +28,11 @@ from towline.errors import ApiError, EngineError, ErrorKind
 from towline.gateway import reading, records, sampling
 from towline.gateway.budgets import SessionUsage
 from towline.gateway.calls import FailedCall, call_identity
-from towline.gateway.images import RemoteImages, remote_media
+from towline.gateway.images import RemoteImages, inline_remote_media
 from towline.gateway.journal import Journal
 from towline.gateway.model_routes import ModelRoute, ModelRoutes
 from towline.gateway.off_loop import off_loop
+from towline.gateway.prompt_size import prompt_length, too_long, with_images
 from towline.gateway.reading import CachedConversation, RequestReader
 from towline.gateway.turn import PlannedTurn, TurnExecutor
 from towline.tokens.codec import RenderContext
@@ -45,8 +46,6 @@ from towline.tokens.templates.chat_template import TemplateError
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """What a session's id looks like. Ids are parts of file names, so those in a journal are checked against it too."""
 
-_FETCHED = 256
-"""Number of remote images per session that are kept by URL."""
 _MID_SYSTEM = "mid_conv_system"
 """Claude Code's name for the capability of system messages in the middle of a conversation."""
 
@@ -94,8 +93,7 @@ class GatewaySession:
         self.exhausted = asyncio.Event()
         """Set when a request is refused because a limit of the session is exhausted."""
         self.usage.on_exhausted = self.exhausted.set
-        self._fetched: BoundedDict[str, Media] = BoundedDict(_FETCHED)
-        """Remote images by URL, so that a history shows the same image in every request."""
+        self._fetched: BoundedDict[str, Media] = BoundedDict(256)
         self.sealed = False
         self.stopping = False
         self._paused = Budget()
@@ -171,18 +169,8 @@ class GatewaySession:
 
     async def fetch_images(self, request: Request, conversation: CachedConversation, images: RemoteImages) -> None:
         """Replace every remote image of a request by its content, or refuse the request: no engine sees a URL."""
-        remote = remote_media(request.messages)
-        if not remote:
-            return
-        for _, media in remote:
-            if media.url not in self._fetched:
-                self._fetched[media.url] = await images.fetch(media)
-        for message, _ in remote:
-            message.media = tuple(
-                replace(self._fetched[m.url], offset=m.offset) if m.url in self._fetched else m for m in message.media
-            )
-            message.fingerprint = None
-        conversation.hashes = self.planners[self.routes.policy.name].hashes(request.messages)
+        if await inline_remote_media(request.messages, self._fetched, images):
+            conversation.hashes = self.planners[self.routes.policy.name].hashes(request.messages)
 
     async def resolve_images(self, request: Request, conversation: CachedConversation) -> dict[str, ImagePlaceholder]:
         """The placeholders of a request's images in its prompt, from the engine."""
@@ -234,7 +222,7 @@ class GatewaySession:
         self._check_limits(request)
         self.usage.check_turns(self.in_flight, request.sampling.n)
         context = self._context(request, key)
-        shown = _with_images(context, images)
+        shown = with_images(context, images)
         plan: PromptPlan | None
         if large:
             plan = await off_loop(self._sized_plan, request, key, shown, conversation, route)
@@ -273,9 +261,9 @@ class GatewaySession:
         async with self.turns.planning:
             route = self._route(request)
             key = self._key_of(request, route)
-            planned = (request, key, _with_images(self._context(request, key), images or {}), conversation, route)
+            planned = (request, key, with_images(self._context(request, key), images or {}), conversation, route)
             plan = await off_loop(self._sized_plan, *planned) if large else self._sized_plan(*planned)
-            return _prompt_length(plan)
+            return prompt_length(plan)
 
     def _sized_plan(
         self, request: Request, key: str, context: RenderContext, conversation: CachedConversation, route: ModelRoute
@@ -366,14 +354,14 @@ class GatewaySession:
         length = self._context_length(route)
         tools = () if key in self.contexts else request.tools
         if sampling.exceeds_context(route.codec, conversation.fresh, tools, length):
-            raise _too_long(length, f"more than {length}")
+            raise too_long(length, f"more than {length}")
 
     def _max_tokens(self, request: Request, plan: PromptPlan, route: ModelRoute) -> int:
         """How many tokens the turn may sample."""
         limits = self.settings.limits
-        length, prompt = self._context_length(route), _prompt_length(plan)
+        length, prompt = self._context_length(route), prompt_length(plan)
         if prompt >= length:
-            raise _too_long(length, str(prompt))
+            raise too_long(length, str(prompt))
         most = min(self.settings.sampling.max_tokens, length - prompt)
         if limits.sampled_tokens is not None:
             most = min(most, limits.sampled_tokens - self.turns.sampled_tokens)
@@ -460,20 +448,3 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
 
 def _unanswered(error: EngineError) -> ApiError:
     return ApiError(ErrorKind.OVERLOADED, f"the engine could not answer: {error}", retry_after=1)
-
-
-def _prompt_length(plan: PromptPlan) -> int:
-    return (plan.parent.end if plan.parent else 0) + len(plan.suffix)
-
-
-def _with_images(context: RenderContext, images: Mapping[str, ImagePlaceholder]) -> RenderContext:
-    return replace(context, images=images) if images else context
-
-
-def _too_long(length: int, found: str) -> ApiError:
-    return ApiError(
-        ErrorKind.CONTEXT_LENGTH,
-        f"This model's maximum context length is {length} tokens. However, your messages resulted in {found} tokens. "
-        "Please reduce the length of the messages.",
-        param="messages",
-    )

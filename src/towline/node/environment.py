@@ -26,12 +26,14 @@ from towline.harnesses.base import INSTALL_ROOT, Harness
 from towline.harnesses.registry import find_harness
 from towline.node.environment_root import EnvironmentRoots
 from towline.sandboxes.base import DEFAULT_RESOURCES, Mount, Runtime, Sandbox, SandboxSpec, execute
+from towline.sandboxes.cgroups import machine_share
+from towline.sandboxes.egress import EgressRules
 from towline.sandboxes.files import archives
 from towline.sandboxes.images.root_cache import RootCache
 from towline.sandboxes.pool import SandboxPool
 from towline.sandboxes.registry import make_runtime
 from towline.sandboxes.starts import LimitedRuntime, StartLimiter, default_start_limit
-from towline.schema import Environment, Network, SandboxKind, Step, Task
+from towline.schema import Environment, Network, Resources, SandboxKind, Step, Task
 from towline.schema.files import dump_json
 
 
@@ -63,7 +65,14 @@ class SandboxRuntimes:
         async with self._opening:
             if kind not in self._open:
                 defaults = self.settings.resources.over(DEFAULT_RESOURCES)
-                runtime = make_runtime(kind, self.data / kind.value, defaults=defaults, roots=self._roots)
+                runtime = make_runtime(
+                    kind,
+                    self.data / kind.value,
+                    defaults=defaults,
+                    roots=self._roots,
+                    egress=egress_rules(self.settings),
+                    totals=total_resources(self.settings),
+                )
                 try:
                     await runtime.open()
                 except BaseException:
@@ -93,6 +102,21 @@ class SandboxRuntimes:
             await runtime.close()
         self._open.clear()
         self.environments.close()
+
+
+def egress_rules(settings: NodeSettings) -> EgressRules:
+    """What sandboxes with network `open` may reach."""
+    return EgressRules(**settings.egress.model_dump())
+
+
+def total_resources(settings: NodeSettings) -> Resources:
+    """What all sandboxes together may use: by default a share of the machine."""
+    memory, processes = settings.total_memory_mb, settings.total_pids
+    share = machine_share()
+    return Resources.model_construct(
+        memory_mb=share.memory_mb if memory is None else memory or None,
+        pids=share.pids if processes is None else processes or None,
+    )
 
 
 class HarnessInstalls(Protocol):
@@ -184,6 +208,7 @@ def _spec(
         layers=layers,
         mounts=mounts,
         network=network,
+        allowed_hosts=tuple(environment.allowed_hosts),
         resources=environment.resources.over(settings.resources.over(DEFAULT_RESOURCES)),
         env=tuple(sorted(environment.env.items())),
         workdir=environment.workdir,

@@ -251,6 +251,11 @@ class HarnessRunner:
             active.notes.append(f"the sandbox's memory limit of {most} MB killed {victim}")
             if killed or health.ended:
                 active.end_reason = EndReason.MEMORY
+        elif health.other_kills:
+            raise SandboxError(
+                "the sandboxes of this node together used up their memory, and processes of this session were killed: "
+                "lower node.run_workers or memory_mb, or raise node.total_memory_mb"
+            )
         elif health.ended:
             raise SandboxError(
                 f"sandbox {sandbox.id} was killed from outside while the harness ran; see the host's log for the cause"

@@ -8,6 +8,9 @@ Contract of every runtime:
 - `kill` ends every process inside, daemons and orphans too, and keeps the files; `destroy` leaves nothing behind.
 - With network `gateway`, `listener` is a socket that listens on loopback *inside* the sandbox; the gateway holds it and
   accepts the connections. Nothing else can be reached.
+- With network `open`, the same, and a proxy of the node on another port inside (`egress.py`): it connects to the hosts that
+  the operator and the task allow, never to the host's loopback, cloud metadata or private networks. A runtime that cannot
+  do this refuses `open`.
 - Paths and bytes that come out of a sandbox are hostile: archives are read with `files/archives.py`.
 """
 
@@ -77,6 +80,8 @@ class SandboxSpec:
     """Folders stacked over the root, lowest first, each with changed files only."""
     mounts: tuple[Mount, ...] = ()
     network: Network = Network.NONE
+    allowed_hosts: tuple[str, ...] = ()
+    """With network `open`, the hosts that can be reached; empty: all that the operator allows."""
     resources: Resources = field(default_factory=lambda: DEFAULT_RESOURCES, hash=False)
     env: tuple[tuple[str, str], ...] = ()
     """Environment of every command inside."""
@@ -161,7 +166,7 @@ class Sandbox(Protocol):
 
     @property
     def listener(self) -> socket.socket | None:
-        """Listens on 127.0.0.1:`GATEWAY_PORT` inside; set with network `gateway` where the runtime isolates."""
+        """Listens on 127.0.0.1:`GATEWAY_PORT` inside; set with network `gateway` or `open` where the runtime isolates."""
         ...
 
     async def start(
@@ -207,6 +212,8 @@ class SandboxHealth:
     """The sandbox ended, and the node did not destroy it."""
     oom_kills: int = 0
     """Processes inside that were killed by the sandbox's own memory limit so far."""
+    other_kills: int = 0
+    """Processes inside that were killed because all sandboxes together had no memory left."""
 
 
 @runtime_checkable
@@ -234,7 +241,7 @@ async def sandbox_health(sandbox: Sandbox, *, killed: bool) -> SandboxHealth:
     except SandboxError:
         ended = True
     health = await sandbox.health()
-    return SandboxHealth(health.ended or ended, health.oom_kills)
+    return SandboxHealth(health.ended or ended, health.oom_kills, health.other_kills)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,11 @@ _PERIOD = 100_000
 _CONTROLLERS = ("memory", "pids", "cpu")
 LIMITS = {"memory_mb": "memory", "pids": "pids", "cpus": "cpu"}
 """Which controller enforces which limit."""
+_MEMORY_SHARE = 0.8
+"""How much of the machine's memory all sandboxes of a node may use together."""
+_PIDS_SHARE = 0.5
+_CLOSE = 1 << 20
+"""Bytes below a limit at which an allocation may already have failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,20 @@ class Cgroups:
     folders: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By controller (and `kill` for the v2 hierarchy): its version and the supervisor's folder."""
     notes: list[str] = field(default_factory=list)
+
+    def limit_total(self, totals: dict[str, float | None]) -> None:
+        """Bound all groups below the supervisor's own together. What cannot be bounded is noted."""
+        for limit, value in totals.items():
+            if value is None:
+                continue
+            version, folder = self.folders.get(LIMITS[limit], (0, ""))
+            try:
+                if version and _limit(version, folder, LIMITS[limit], value):
+                    continue
+                problem = "no control group"
+            except (OSError, ValueError) as error:
+                problem = str(error)
+            self.notes.append(f"the total {limit}={value:g} of all sandboxes is not enforced: {problem}")
 
     def create(self, name: str, limits: dict[str, float | None], slack: int) -> list[str]:
         """Create a sandbox's groups with its limits; returns their folders. `slack` processes are added to `pids`."""
@@ -104,6 +123,35 @@ def find_cgroups(name: str) -> Cgroups:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class MachineShare:
+    """What all sandboxes of a node may use together unless the operator says otherwise."""
+
+    memory_mb: int
+    pids: int | None
+
+
+def machine_share() -> MachineShare:
+    """A share of what this machine, or the control group that this process runs in, has."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [total, *(_read_limit(f"{folder}/{name}") for folder in folders_of(os.getpid()) for name in _MEMORY_FILES)]
+    known = [limit for limit in limits if limit]
+    processes = _read_limit("/proc/sys/kernel/pid_max")
+    return MachineShare(int(min(known) * _MEMORY_SHARE) >> 20, int(processes * _PIDS_SHARE) if processes else None)
+
+
+_MEMORY_FILES = ("memory.max", "memory.limit_in_bytes")
+
+
+def _read_limit(path: str) -> int:
+    """A number in a file; 0 if there is none."""
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
+
+
 def enter(folders: Iterable[str], pid: int) -> None:
     """Move a process into groups; its children inherit them."""
     for folder in folders:
@@ -118,15 +166,38 @@ def processes(folders: Iterable[str]) -> set[int]:
     return pids
 
 
-def oom_kills(folders: Iterable[str]) -> int:
-    """How many processes the memory limit of these groups has killed."""
-    most = 0
+@dataclass(frozen=True, slots=True)
+class OomKills:
+    """Processes of a group that ran out of memory."""
+
+    own: int = 0
+    """Killed by the group's own limit."""
+    total: int = 0
+    """Killed because all sandboxes together, or the machine, had no memory left: no fault of this group alone."""
+
+
+def count_oom_kills(folders: Iterable[str]) -> OomKills:
+    """How many processes of these groups were killed for memory, and by whose limit."""
+    kills, reached = 0, False
     for folder in folders:
-        for name in ("memory.events", "memory.oom_control"):
+        for name, mark in (("memory.events", "oom"), ("memory.oom_control", "")):
             with suppress(OSError, ValueError), open(f"{folder}/{name}") as listing:
                 counts = dict(line.split() for line in listing)
-                most = max(most, int(counts.get("oom_kill", 0)))
-    return most
+                kills = max(kills, int(counts.get("oom_kill", 0)))
+                # The old hierarchy only says how much was used at most.
+                reached |= bool(int(counts.get(mark, 0))) if mark else _reached_limit(folder)
+    return OomKills(kills, 0) if reached else OomKills(0, kills)
+
+
+def _reached_limit(folder: str) -> bool:
+    """Whether a group of the old hierarchy ever used nearly all that its limit allows."""
+    most, limit = _read_limit(f"{folder}/memory.max_usage_in_bytes"), _read_limit(f"{folder}/memory.limit_in_bytes")
+    return most >= limit - max(_CLOSE, limit // 50)
+
+
+def oom_kills(folders: Iterable[str]) -> int:
+    """How many processes the memory limit of these groups has killed."""
+    return count_oom_kills(folders).own
 
 
 def folders_of(pid: int) -> list[str]:

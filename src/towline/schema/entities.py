@@ -34,7 +34,8 @@ class Network(StrEnum):
     GATEWAY = "gateway"
     """Only the model endpoint of this session."""
     OPEN = "open"
-    """Everything that the host can reach; never the default."""
+    """The hosts that the operator and the task allow, through a proxy of the node: by default all on the public internet,
+    never the host's own loopback or private networks. Never the default."""
 
 
 class SandboxKind(StrEnum):
@@ -67,6 +68,10 @@ class Resources(Model):
 
 InsidePath = Annotated[str, Field(pattern=r"^/[^\x00]*$")]
 """An absolute path inside the sandbox."""
+
+
+AllowedHost = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$")]
+"""A host that a sandbox may reach."""
 
 
 class File(Model):
@@ -117,6 +122,9 @@ class Environment(Model):
     user: str = ""
     """User of the harness. Empty: root, without privileges outside; else a name or number known in the root file system."""
     network: Network = Network.GATEWAY
+    allowed_hosts: list[AllowedHost] = Field(default_factory=list)
+    """With network `open`, the hosts that can be reached: `name`, `name:port` or `*.name`. Empty: all that the operator
+    allows."""
     resources: Resources = Field(default_factory=Resources)
     artifacts: list[InsidePath] = Field(default_factory=list)
     """Files and folders that are saved with the session's logs after the harness ended."""

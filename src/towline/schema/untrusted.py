@@ -71,6 +71,7 @@ class UntrustedEnvironment(_Narrow):
     env: Variables = {}
     user: UserName = ""
     network: ClosedNetwork = None  # type: ignore[assignment]
+    allowed_hosts: Plain = None
     resources: Plain = None
     artifacts: list[InsideOnly] = []
 

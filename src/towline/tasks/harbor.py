@@ -1,8 +1,7 @@
 """Harbor task folders as tasks: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`, `steps/`.
 
 A task's requests are honored, or the folder is refused with the reason. The network is narrower than in Harbor: without an
-explicit `network_mode = "public"` a task reaches only the gateway, even if it lists allowed hosts, because an allow-list
-cannot be enforced here.
+explicit `network_mode = "public"` or a list of allowed hosts, a task reaches only the gateway.
 
 A folder is data. Its files are opened without following links, it names its own files relative to itself, and variables of
 this machine (`${VAR}`) are read only if the user trusts it with them.
@@ -69,7 +68,8 @@ def _load(folder: DataFolder, location: SourceLocation, defaults: TaskDefaults) 
         "instruction": _instruction(folder, config),
         "steps": _steps(folder, config, location),
         "num_samples": defaults.samples or 1,
-        "environment": _environment(folder, config, location, variables) | {"network": _network(config, notes)},
+        "environment": _environment(folder, config, location, variables)
+        | _network(config, notes, trusted=Grant.NETWORK in defaults.trust),
         "evaluator": _evaluator(folder, config, variables),
         "timeouts": _timeouts(config),
         "metadata": {name: value for name, value in config.metadata.items() if name != HARBOR_KEY},
@@ -208,14 +208,17 @@ def _workdir(table: EnvironmentTable, folder: DataFolder, location: SourceLocati
     return WORKDIR
 
 
-def _network(config: HarborToml, notes: list[str]) -> str:
+def _network(config: HarborToml, notes: list[str], *, trusted: bool) -> dict[str, Any]:
+    """What the agent may reach. An allow-list is enforced by the sandbox's proxy, where the folder is trusted with a network."""
     mode = config.agent.network_mode or config.environment.network_mode
     hosts = config.agent.allowed_hosts or config.environment.allowed_hosts
-    if mode == "allowlist" or (mode is None and hosts):
-        notes.append(
-            f"an allow-list of hosts cannot be enforced: only the gateway is reachable, not {', '.join(hosts)}"
-        )
-    return "open" if mode == "public" else "gateway"
+    if mode == "public":
+        return {"network": "open"}
+    if hosts and (mode == "allowlist" or (mode is None and trusted)):
+        return {"network": "open", "allowed_hosts": list(hosts)}
+    if hosts and mode is None:
+        notes.append(f"only the gateway is reachable, not {', '.join(hosts)}; to allow them: --trust {Grant.NETWORK}")
+    return {"network": "gateway"}
 
 
 def _healthy(check: Healthcheck) -> str:

@@ -27,7 +27,7 @@ from towline.errors import BadRequest, EngineError
 from towline.tokens.codec import RenderContext
 from towline.tokens.templates.sentinel import SentinelCodec
 
-BROKEN = "https://example.com/broken.png"
+BROKEN = "data:image/png;base64,YnJva2Vu"
 Json = dict[str, Any]
 
 

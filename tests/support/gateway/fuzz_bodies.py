@@ -291,7 +291,7 @@ GOOGLE = Vocabulary(
         [{"role": "user", "parts": [{"text": "hi"}]}],
         [{"parts": [{"text": "a"}, {"text": "b"}]}],
         [{"role": "user", "parts": [{"inlineData": {"mimeType": "image/png", "data": PIXEL}}, {"text": "see"}]}],
-        [{"role": "user", "parts": [{"file_data": {"file_uri": "https://example.com/a.png", "mime_type": "image/png"}}]}],
+        [{"role": "user", "parts": [{"file_data": {"file_uri": "data:image/png;base64,AAAA", "mime_type": "image/png"}}]}],
         [
             {"role": "model", "parts": [{"text": "hm", "thought": True}, {"text": "a", "thoughtSignature": "AAAA"}]},
             {"role": "user", "parts": [{"text": "go"}]},

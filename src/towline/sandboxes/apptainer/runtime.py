@@ -26,6 +26,7 @@ from towline.sandboxes.base import (
     Unsupported,
     unenforced_limits,
 )
+from towline.sandboxes.egress import EgressRules, is_proxied, proxy_of
 from towline.sandboxes.files import folders
 from towline.sandboxes.images.root_cache import RootCache
 from towline.sandboxes.netns_listener import open_listener
@@ -56,6 +57,7 @@ class ApptainerRuntime:
         program: str = "",
         defaults: Resources = DEFAULT_RESOURCES,
         roots: RootCache | None = None,
+        egress: EgressRules | None = None,
     ):
         """`defaults` are the node's default limits: those that cannot be enforced here are waived, and named in the facts;
         a limit that a task sets is refused."""
@@ -63,6 +65,7 @@ class ApptainerRuntime:
         self._configured_program = program
         self._program = ApptainerCli(program, data)
         self._defaults = defaults
+        self._egress = egress or EgressRules()
         self._roots = roots or RootCache(data / "roots", _CACHE_BYTES)
         self._sandboxes: dict[str, ApptainerSandbox] = {}
         self._lock: int | None = None
@@ -143,11 +146,13 @@ class ApptainerRuntime:
             lease.release()
             await asyncio.to_thread(folders.remove, folder)
             raise
-        sandbox = ApptainerSandbox(self._program, spec, folder, paths, lease)
+        sandbox = ApptainerSandbox(self._program, spec, folder, paths, lease, self._egress)
         try:
             await sandbox.open()
-            if spec.network is Network.GATEWAY:
+            if spec.network is Network.GATEWAY or is_proxied(spec, self._egress):
                 sandbox.listener = await open_listener(sandbox.pid, GATEWAY_PORT)
+            if is_proxied(spec, self._egress):
+                sandbox.proxy = await proxy_of(sandbox.pid, spec, self._egress)
         except BaseException:
             await asyncio.shield(sandbox.destroy())
             raise

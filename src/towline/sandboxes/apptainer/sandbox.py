@@ -27,6 +27,7 @@ from towline.sandboxes.base import (
     SandboxSpec,
     Unsupported,
 )
+from towline.sandboxes.egress import EgressProxy, EgressRules, environment
 from towline.sandboxes.files import folders, overlay
 from towline.sandboxes.images.root_cache import FolderLease
 from towline.sandboxes.subprocesses import (
@@ -73,10 +74,10 @@ class InstancePaths:
     pid_file: Path
 
 
-def start_command(spec: SandboxSpec, paths: InstancePaths) -> list[str]:
-    """`instance start` for a spec."""
+def start_command(spec: SandboxSpec, paths: InstancePaths, *, unfiltered: bool = False) -> list[str]:
+    """`instance start` for a spec. `unfiltered`: network `open` is the host's own."""
     command = ["instance", "start", *ISOLATION]
-    if spec.network is not Network.OPEN:
+    if not (unfiltered and spec.network is Network.OPEN):
         command += ["--net", "--network", "none"]
     limits = spec.resources
     if limits.memory_mb is not None:
@@ -157,11 +158,19 @@ class ApptainerSandbox:
     """An instance and its folder on the host."""
 
     def __init__(
-        self, program: ApptainerCli, spec: SandboxSpec, folder: Path, paths: InstancePaths, lease: FolderLease
+        self,
+        program: ApptainerCli,
+        spec: SandboxSpec,
+        folder: Path,
+        paths: InstancePaths,
+        lease: FolderLease,
+        egress: EgressRules,
     ):
         self.id = paths.name
         self.spec = spec
         self.listener: socket.socket | None = None
+        self.proxy: EgressProxy | None = None
+        self._egress = egress
         self.pid = 0
         self.gone = False
         self._program = program
@@ -175,7 +184,7 @@ class ApptainerSandbox:
 
     async def open(self) -> None:
         """Start it, tie its lifetime to this process, and create its working folder."""
-        await self._program.run(start_command(self.spec, self._paths))
+        await self._program.run(start_command(self.spec, self._paths, unfiltered=self._egress.unfiltered))
         self.pid = int(await asyncio.to_thread(self._paths.pid_file.read_text))
         self._guard = await namespaces.guard(self.pid, self.spec.seconds)
         empty = bytes(1024)
@@ -193,7 +202,7 @@ class ApptainerSandbox:
         check_user(user or "")
         if self.gone or not namespaces.is_namespace_init(self.pid):
             raise SandboxError(f"instance {self.id} has ended: destroyed or expired")
-        variables = dict(self.spec.env) | dict(env or {})
+        variables = environment(self.spec, self._egress) | dict(env or {})
         arguments = exec_command(self.id, command, cwd=cwd or self.spec.workdir, home=variables.get("HOME"))
         pipes = await ProcessPipes.open()
         try:
@@ -258,6 +267,8 @@ class ApptainerSandbox:
         self.gone = True
         if self.listener is not None:
             self.listener.close()
+        if self.proxy is not None:
+            self.proxy.close()
         if self.pid:
             await self.kill()
         if self._guard is not None and self._guard.stdin is not None:

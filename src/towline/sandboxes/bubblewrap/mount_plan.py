@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from towline.sandboxes.base import GATEWAY_PORT, SandboxError, SandboxSpec
+from towline.sandboxes.egress import PROXY_PORT, EgressRules, environment
 from towline.schema import Network
 
 HOSTNAME = "towline"
@@ -75,6 +76,8 @@ user:x:1000:1000:user:/home/user:/bin/sh
 nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin
 """
 _GROUP = "root:x:0:\ndaemon:x:1:\ntty:x:5:\nuser:x:1000:\nnogroup:x:65534:\n"
+_PORTS = {Network.NONE: [], Network.GATEWAY: [GATEWAY_PORT], Network.OPEN: [GATEWAY_PORT, PROXY_PORT]}
+"""The ports on which the node listens inside."""
 _NSSWITCH = "passwd: files\ngroup: files\nhosts: files dns\n"
 
 
@@ -100,7 +103,7 @@ def make_host_skeleton(folder: Path, host: Path = Path("/")) -> None:
 
 
 def make_hosts_layer(folder: Path, *, resolve: bool, host: Path = Path("/")) -> None:
-    """The layer with /etc/hosts, /etc/hostname and, with network `open`, the host's resolver."""
+    """The layer with /etc/hosts, /etc/hostname and, with the host's own network, its resolver."""
     (folder / "etc").mkdir(parents=True, exist_ok=True)
     _write_text(folder / "etc/hosts", f"127.0.0.1 localhost {HOSTNAME}\n::1 localhost ip6-localhost ip6-loopback\n")
     _write_text(folder / "etc/hostname", f"{HOSTNAME}\n")
@@ -147,7 +150,14 @@ class _Sources:
         return self.listed.index(entry)
 
 
-def make_plan(spec: SandboxSpec, identifier: str, root: Path | None, skeleton: Path, names: Path) -> dict[str, Any]:
+def make_plan(
+    spec: SandboxSpec,
+    identifier: str,
+    root: Path | None,
+    skeleton: Path,
+    names: Path,
+    egress: EgressRules = EgressRules(),  # noqa: B008 - immutable
+) -> dict[str, Any]:
     """What the supervisor needs to create a sandbox. `root` is None for the host's own."""
     sources = _Sources()
     layers = [_existing_folder(layer) for layer in spec.layers]
@@ -174,23 +184,25 @@ def make_plan(spec: SandboxSpec, identifier: str, root: Path | None, skeleton: P
             raise SandboxError(f"cannot mount the file {mount.source} writable: only folders can be writable")
         else:
             binds.append({"source": index, "target": mount.target})
+    of_host = shares_network(spec, egress)
     return {
         "id": identifier,
         "sources": sources.listed,
         "trees": trees,
         "binds": binds,
-        "network": spec.network.value,
-        "port": GATEWAY_PORT,
+        "network": "host" if of_host else spec.network.value,
+        "ports": [] if of_host else _PORTS[spec.network],
         "hostname": HOSTNAME,
         "workdir": spec.workdir,
         "user": spec.user,
-        "env": [list(pair) for pair in spec.env],
+        "env": [list(pair) for pair in environment(spec, egress).items()],
         "seconds": spec.seconds,
     }
 
 
-def needs_resolver(spec: SandboxSpec) -> bool:
-    return spec.network is Network.OPEN
+def shares_network(spec: SandboxSpec, egress: EgressRules) -> bool:
+    """Whether a sandbox has the host's own network, and asks its name servers; otherwise a proxy resolves names."""
+    return spec.network is Network.OPEN and egress.unfiltered
 
 
 def _existing_folder(path: Path) -> Path:

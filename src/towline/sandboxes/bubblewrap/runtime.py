@@ -34,6 +34,7 @@ from towline.sandboxes.base import (
 )
 from towline.sandboxes.bubblewrap import mount_plan, reaper
 from towline.sandboxes.bubblewrap.sandbox import BubblewrapSandbox
+from towline.sandboxes.egress import EgressProxy, EgressRules
 from towline.sandboxes.subprocesses import STEP_TIMEOUT, Channel, isolated_python, with_timeout
 from towline.schema import Network, Resources
 
@@ -61,12 +62,16 @@ class BubblewrapRuntime:
         relaxed: bool = True,
         defaults: Resources = DEFAULT_RESOURCES,
         roots: RootCache | None = None,
+        egress: EgressRules | None = None,
+        totals: Resources | None = None,
         use_cgroups: bool = True,
         _unguarded: Collection[str] = (),
     ):
         self._data = data
         self._relaxed, self._defaults = relaxed, defaults
         self._use_cgroups = use_cgroups
+        self._egress = egress or EgressRules()
+        self._totals = totals
         self._unguarded = sorted(_unguarded)
         self._facts: RuntimeFacts | None = None
         self._channel: Channel | None = None
@@ -116,7 +121,7 @@ class BubblewrapRuntime:
             if not ready.done():
                 ready.set_result(message)
             elif "gone" in message:
-                self._on_gone(message["gone"], message["oom_kills"])
+                self._on_gone(message["gone"], message["oom_kills"], message["other_kills"])
             elif "closed" in message:
                 for sandbox in list(self._sandboxes.values()):
                     self._on_gone(sandbox.id)
@@ -138,6 +143,7 @@ class BubblewrapRuntime:
             "bwrap": bwrap,
             "cgroups": self._use_cgroups,
             "unguarded": self._unguarded,
+            "totals": {name: value for name, value in self._totals if value is not None} if self._totals else {},
         }
         self._channel.notify(settings)
         message = await asyncio.wait_for(ready, 30)
@@ -209,10 +215,10 @@ class BubblewrapRuntime:
         channel = self._channel
         limits = self._limits(spec.resources)
         identifier = uuid.uuid4().hex[:16]
-        names = self._folder.folder / f"names-{mount_plan.needs_resolver(spec)}"
+        names = self._folder.folder / f"names-{mount_plan.shares_network(spec, self._egress)}"
         skeleton = self._folder.folder / "skeleton"
         root = await self._root(spec.root)
-        plan = mount_plan.make_plan(spec, identifier, root, skeleton, names)
+        plan = mount_plan.make_plan(spec, identifier, root, skeleton, names, self._egress)
         plan["disk_mb"] = limits["disk_mb"]
         plan["limits"] = {name: limits[name] for name in ("memory_mb", "pids", "cpus")}
         try:
@@ -224,8 +230,15 @@ class BubblewrapRuntime:
         if "error" in answer:
             raise SandboxError(answer["error"])
         connection = socket.socket(fileno=descriptors[0])
-        listener = socket.socket(fileno=descriptors[1]) if len(descriptors) > 1 else None
-        sandbox = BubblewrapSandbox(identifier, spec, channel, connection, listener, answer["owner"], self._on_gone)
+        listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors[1:]]
+        proxy = None
+        if len(listeners) > 1:
+            proxy = EgressProxy(self._egress, spec.allowed_hosts)
+            await proxy.serve(listeners[1])
+        listener = listeners[0] if listeners else None
+        sandbox = BubblewrapSandbox(
+            identifier, spec, channel, connection, listener, answer["owner"], self._on_gone, proxy
+        )
         if channel.closed:
             # The supervisor died after it had answered, and its sandbox with it.
             sandbox.ended()
@@ -253,10 +266,10 @@ class BubblewrapRuntime:
                 limits[guard] = None
         return limits
 
-    def _on_gone(self, identifier: str, oom_kills: int = 0) -> None:
+    def _on_gone(self, identifier: str, oom_kills: int = 0, other_kills: int = 0) -> None:
         sandbox = self._sandboxes.pop(identifier, None)
         if sandbox is not None:
-            sandbox.ended(oom_kills)
+            sandbox.ended(oom_kills, other_kills)
 
     async def close(self) -> None:
         await asyncio.gather(*(sandbox.destroy() for sandbox in self._sandboxes.values()), return_exceptions=True)

@@ -21,6 +21,7 @@ from towline.sandboxes.base import (
     SandboxSpec,
     Unsupported,
 )
+from towline.sandboxes.egress import EgressProxy
 from towline.sandboxes.subprocesses import STEP_TIMEOUT, Channel, PipedProcess, ProcessPipes, ProcessTable, with_timeout
 
 _MAX_PUT_BYTES = 8 * 1024 * 1024 * 1024
@@ -39,13 +40,15 @@ class BubblewrapSandbox:
         listener: socket.socket | None,
         owner: int,
         on_gone: Callable[[str], None],
+        proxy: EgressProxy | None = None,
     ):
         self._id, self._spec, self._supervisor, self._listener = identifier, spec, supervisor, listener
-        self._owner, self._on_gone = owner, on_gone
+        self._owner, self._on_gone, self._proxy = owner, on_gone, proxy
         self._processes = ProcessTable()
         self._spawner = Channel(connection, self._on_event, f"the sandbox {identifier} has ended")
         self._destroying: asyncio.Task[None] | None = None
         self._oom_kills = 0
+        self._other_kills = 0
 
     @property
     def id(self) -> str:
@@ -138,7 +141,8 @@ class BubblewrapSandbox:
                 reply = self._supervisor.request({"do": "health", "id": self._id})
                 answer, _ = await with_timeout(STEP_TIMEOUT, reply, f"no health report of sandbox {self._id}")
                 self._oom_kills = answer.get("oom_kills", self._oom_kills)
-        return SandboxHealth(not self.alive and self._destroying is None, self._oom_kills)
+                self._other_kills = answer.get("other_kills", self._other_kills)
+        return SandboxHealth(not self.alive and self._destroying is None, self._oom_kills, self._other_kills)
 
     async def kill(self) -> None:
         reply = self._supervisor.request({"do": "kill", "id": self._id})
@@ -159,13 +163,16 @@ class BubblewrapSandbox:
         if answer is not None:
             _check(answer, "cannot remove the sandbox")
 
-    def ended(self, oom_kills: int = 0) -> None:
+    def ended(self, oom_kills: int = 0, other_kills: int = 0) -> None:
         """The sandbox is gone: notify waiters and release what this process holds of it."""
         self._oom_kills = max(self._oom_kills, oom_kills)
+        self._other_kills = max(self._other_kills, other_kills)
         self._spawner.close()
         self._processes.close()
         if self._listener is not None:
             self._listener.close()
+        if self._proxy is not None:
+            self._proxy.close()
 
 
 def _check(answer: wire.WireMessage, what: str) -> None:

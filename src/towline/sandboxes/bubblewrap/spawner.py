@@ -103,11 +103,10 @@ class _Spawner:
             os.setgroups([])
         linux.unshare(linux.CLONE_NEWNS)
         linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
-        listener = None
-        if plan["network"] != "open" and "network" not in plan["unguarded"]:
+        listeners: list[socket.socket] = []
+        if plan["network"] != "host" and "network" not in plan["unguarded"]:
             netns_listener.isolate_network()
-        if plan["network"] == "gateway" and "network" not in plan["unguarded"]:
-            listener = netns_listener.listen_on_loopback(plan["port"])
+            listeners = [netns_listener.listen_on_loopback(port) for port in plan["ports"]]
         if not sources:
             sources = overlay.open_sources_rootless(plan["sources"])
         arguments, self._trees = overlay.stage(plan, sources)
@@ -125,8 +124,8 @@ class _Spawner:
         self._known = frozenset(path for tree in self._trees for path, _ in overlay.changes(tree, frozenset()))
         confine(self._restrictions)
         gc.disable()  # a collection in a fresh child would copy every page it touches
-        wire.send(self._supervisor, {"at": "ready", "pid": first}, [listener.fileno()] if listener is not None else [])
-        if listener is not None:
+        wire.send(self._supervisor, {"at": "ready", "pid": first}, [listener.fileno() for listener in listeners])
+        for listener in listeners:
             listener.close()
 
     def _start_bubblewrap(self, arguments: list[str], lifeline: int) -> int:

@@ -60,6 +60,8 @@ class SandboxRecord:
     notes: list[str] = field(default_factory=list)
     oom_kills: int = 0
     """Processes that its memory limit has killed, as last counted."""
+    other_kills: int = 0
+    """Processes that were killed because all sandboxes together had no memory left."""
 
 
 def has_exited(pidfd: int) -> bool:
@@ -99,6 +101,8 @@ class SandboxSupervisor:
         self._unguarded: list[str] = settings["unguarded"]
         self._bwrap: str = settings["bwrap"]
         self._cgroups = cgroups.find_cgroups(settings["name"]) if settings["cgroups"] else cgroups.Cgroups()
+        if "total" not in self._unguarded:
+            self._cgroups.limit_total(settings.get("totals", {}))
         self._user_mapping = privileges.find_user_mapping()
         self._filter = seccomp.build()
         self._stubs = {name: stub_programs.sealed_memfd(name) for name in ("init", "launch")}
@@ -183,7 +187,8 @@ class SandboxSupervisor:
             if record is None:
                 self._send({"n": number})
             elif message["do"] == "health":
-                self._send({"n": number, "oom_kills": self._count_oom_kills(record)})
+                self._count_oom_kills(record)
+                self._send({"n": number, "oom_kills": record.oom_kills, "other_kills": record.other_kills})
             elif message["do"] == "kill":
                 self._kill_inside(record, number)
             elif message["do"] == "destroy":
@@ -311,9 +316,10 @@ class SandboxSupervisor:
             problem = {"error": f"the processes of {name} do not die"} if code else {}
             self._send({"n": number, **problem})
 
-    def _count_oom_kills(self, record: SandboxRecord) -> int:
-        record.oom_kills = max(record.oom_kills, cgroups.oom_kills(record.groups))
-        return record.oom_kills
+    def _count_oom_kills(self, record: SandboxRecord) -> None:
+        found = cgroups.count_oom_kills(record.groups)
+        record.oom_kills = max(record.oom_kills, found.own)
+        record.other_kills = max(record.other_kills, found.total)
 
     def _end(self, record: SandboxRecord) -> None:
         """Start to end a sandbox; `_check_sandboxes` completes it."""
@@ -376,7 +382,8 @@ class SandboxSupervisor:
         for number in record.destroy_requests:
             self._send({"n": number, **({"error": problem} if problem else {})})
         if not record.destroy_requests:
-            self._send({"gone": record.name, "oom_kills": record.oom_kills})
+            kills = {"oom_kills": record.oom_kills, "other_kills": record.other_kills}
+            self._send({"gone": record.name, **kills})
 
     def _reap(self) -> None:
         for pid, code in linux.reaped_children():

@@ -36,6 +36,7 @@ from towline.sandboxes.base import (
 from towline.sandboxes.docker.client import DockerClient, DockerError, quote_segment
 from towline.sandboxes.docker.images import REPOSITORY, DockerImages, OnProgress
 from towline.sandboxes.docker.sandbox import INIT, DockerSandbox
+from towline.sandboxes.egress import EgressRules, environment, is_proxied, proxy_of
 from towline.sandboxes.files import folders
 from towline.sandboxes.linux import CAPABILITIES
 from towline.sandboxes.netns_listener import open_listener
@@ -52,8 +53,10 @@ _WHY_NOT = {
     "one, or omit the limit",
     "seconds": "",
     Network.GATEWAY: "to listen inside, Towline must run as root on the engine's machine, or as a rootless engine's user",
-    Network.OPEN: "it has no network `bridge` (it was started with --bridge=none)",
+    Network.OPEN: "its egress proxy listens inside, for which Towline must run as root on the engine's machine, or as a "
+    "rootless engine's user; or set node.egress.unfiltered for the engine's own network, which also reaches private ones",
 }
+_NO_BRIDGE = "it has no network `bridge` (it was started with --bridge=none)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,8 @@ class EngineCapabilities:
         return replace(self, enforced=self.enforced | {"disk_mb"}, notes=notes)
 
 
-async def probe_engine(engine: DockerClient, sandbox: DockerSandbox) -> EngineCapabilities:
-    """Inspect a running container that was created with `PROBE_LIMITS`."""
+async def probe_engine(engine: DockerClient, sandbox: DockerSandbox, *, unfiltered: bool = False) -> EngineCapabilities:
+    """Inspect a running container that was created with `PROBE_LIMITS`. `unfiltered`: network `open` is the engine's own."""
     stats = await engine.json(
         "GET", f"/containers/{sandbox.container}/stats", query={"stream": "false", "one-shot": "true"}
     )
@@ -96,17 +99,18 @@ async def probe_engine(engine: DockerClient, sandbox: DockerSandbox) -> EngineCa
     networks = {Network.NONE}
     local = sandbox.sees_inside()
     if local:
-        networks.add(Network.GATEWAY)
-    known = await engine.json("GET", "/networks", query={"filters": '{"name":["^bridge$"]}'})
-    if any(network.get("Name") == "bridge" and network.get("Driver") == "bridge" for network in known):
-        networks.add(Network.OPEN)
+        networks |= {Network.GATEWAY} if unfiltered else {Network.GATEWAY, Network.OPEN}
+    if unfiltered:
+        known = await engine.json("GET", "/networks", query={"filters": '{"name":["^bridge$"]}'})
+        if any(network.get("Name") == "bridge" and network.get("Driver") == "bridge" for network in known):
+            networks.add(Network.OPEN)
     notes = [
         f"{limit} is not enforced: {_WHY_NOT[limit]}"
         for limit in ("memory_mb", "pids", "cpus", "disk_mb")
         if limit not in enforced
     ]
     notes += [
-        f"no network {network}: {_WHY_NOT[network]}"
+        f"no network {network}: {_NO_BRIDGE if unfiltered and network is Network.OPEN else _WHY_NOT[network]}"
         for network in (Network.GATEWAY, Network.OPEN)
         if network not in networks
     ]
@@ -155,6 +159,7 @@ class DockerRuntime:
         capabilities: Sequence[str] = tuple(CAPABILITIES),
         defaults: Resources = DEFAULT_RESOURCES,
         on_progress: OnProgress | None = None,
+        egress: EgressRules | None = None,
     ):
         """`capabilities` are those of root inside: by default only those over its own files and processes, as in every other
         runtime. `defaults` are the node's default limits: of these, a disk limit that the engine cannot enforce is waived.
@@ -163,6 +168,7 @@ class DockerRuntime:
         self._client = DockerClient(url or os.environ.get("DOCKER_HOST", "") or DEFAULT_URL)
         self._capabilities = list(capabilities)
         self._defaults = defaults
+        self.egress = egress or EgressRules()
         self._on_progress = on_progress
         self.images = DockerImages(self._client)
         self._sandboxes: dict[str, DockerSandbox] = {}
@@ -250,8 +256,10 @@ class DockerRuntime:
             await sandbox.put_init(stub_programs.elf_program("init", self._machine))
             await sandbox.make_workdir()
             await sandbox.run()
-            if spec.network is Network.GATEWAY:
+            if spec.network is Network.GATEWAY or is_proxied(spec, self.egress):
                 sandbox.listener = await open_listener(sandbox.pid, GATEWAY_PORT)
+            if is_proxied(spec, self.egress):
+                sandbox.proxy = await proxy_of(sandbox.pid, spec, self.egress)
         except BaseException:
             await asyncio.shield(sandbox.destroy())
             raise
@@ -260,7 +268,7 @@ class DockerRuntime:
     def _config(self, spec: SandboxSpec, image: str, name: str) -> dict[str, Any]:
         limits = spec.resources
         host: dict[str, Any] = {
-            "NetworkMode": "bridge" if spec.network is Network.OPEN else "none",
+            "NetworkMode": "bridge" if spec.network is Network.OPEN and self.egress.unfiltered else "none",
             "CapDrop": ["ALL"],
             "CapAdd": self._capabilities,
             "SecurityOpt": ["no-new-privileges"],
@@ -295,7 +303,7 @@ class DockerRuntime:
             "Cmd": [],
             "User": "0:0",
             "WorkingDir": "/",
-            "Env": [f"{name}={value}" for name, value in spec.env],
+            "Env": [f"{name}={value}" for name, value in environment(spec, self.egress).items()],
             "OpenStdin": True,
             "StdinOnce": True,
             "AttachStdin": True,
@@ -350,7 +358,7 @@ class DockerRuntime:
         spec = SandboxSpec(root=image, network=Network.NONE, resources=PROBE_LIMITS, workdir="/")
         sandbox = await self._start(spec, image)
         try:
-            self._engine_capabilities = await probe_engine(self._client, sandbox)
+            self._engine_capabilities = await probe_engine(self._client, sandbox, unfiltered=self.egress.unfiltered)
         finally:
             await sandbox.destroy()
         with contextlib.suppress(DockerError):

@@ -35,6 +35,7 @@ from towline.sandboxes.docker.client import (
     user_ids,
     write_owned_tar,
 )
+from towline.sandboxes.egress import EgressProxy
 from towline.sandboxes.files import archives, folders
 from towline.sandboxes.subprocesses import kill_processes
 
@@ -111,6 +112,7 @@ class DockerSandbox:
         self.id = name
         self.spec = spec
         self.listener: socket.socket | None = None
+        self.proxy: EgressProxy | None = None
         self.container = ""
         self.pid = 0
         self.gone = False
@@ -299,6 +301,8 @@ class DockerSandbox:
             self._expiry.cancel()
         if self.listener is not None:
             self.listener.close()
+        if self.proxy is not None:
+            self.proxy.close()
         if self.container:
             with _ignore_gone():
                 await self._client.json("DELETE", self._path(), query={"force": "1", "v": "1"})

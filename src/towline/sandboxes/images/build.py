@@ -177,6 +177,11 @@ async def build_by_engine(
     name = f"{REPOSITORY}:build-{key}"
     about = await runtime.images.find(name)
     if about is None:
+        if network is Network.OPEN and not runtime.egress.unfiltered:
+            raise Unsupported(
+                "a Docker engine builds with its own network only, which also reaches private ones: build with network "
+                "`none`, by another sandbox, or set node.egress.unfiltered"
+            )
         base = await _base(runtime, root or plan.base)
         query = {"t": name, "dockerfile": _DOCKERFILE, "networkmode": _NETWORKS[network], "rm": "1", "forcerm": "1"}
         if args:
