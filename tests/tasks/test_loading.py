@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from towline.common import swebench_package
 from towline.evaluators.registry import make_evaluator
 from towline.schema import Network, Task
-from towline.schema.trust import Grant
 from towline.tasks.fields import TaskError
 from towline.tasks.harbor_toml import MissingVariable, expand
 from towline.tasks.loading import load_tasks
@@ -100,6 +99,8 @@ def test_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert environment.artifacts == ["/app/out", "/var/log/app.log"]
     assert "test -e /ready" in environment.setup[1]
     assert (task.timeouts.init, task.timeouts.run, task.timeouts.evaluate) == (99, 120.5, 90)
+    (trusted,) = load_tasks([folder], harness="codex", trust=[*ENV, "network"])
+    assert (trusted.environment.network, trusted.environment.allowed_hosts) == (Network.OPEN, ["example.com"])
     evaluator = make_evaluator(task.evaluator)
     assert evaluator is not None
     assert evaluator.shared
@@ -108,7 +109,7 @@ def test_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert task.metadata["difficulty"] == "hard"
     assert task.metadata["harbor"]["notes"] == [
         "ignored in task.toml: artifacts.destination, environment.future_key",
-        "an allow-list of hosts cannot be enforced: only the gateway is reachable, not example.com",
+        "only the gateway is reachable, not example.com; to allow them: --trust network",
     ]
     # A task survives the way to a server and back.
     assert Task.model_validate_json(task.model_dump_json()) == task

@@ -63,13 +63,13 @@ def _load(folder: DataFolder, location: SourceLocation, defaults: TaskDefaults) 
     ignored = config.unknown()
     notes = [f"ignored in {FILE}: {', '.join(ignored)}"] if ignored else []
     variables = FolderVariables(location, os.environ if Grant.ENV in defaults.trust else None)
+    network = _network(config, notes, trusted=Grant.NETWORK in defaults.trust)
     values: dict[str, Any] = {
         "task_id": config.task.name if config.task else folder.path.name,
         "instruction": _instruction(folder, config),
         "steps": _steps(folder, config, location),
         "num_samples": defaults.samples or 1,
-        "environment": _environment(folder, config, location, variables)
-        | _network(config, notes, trusted=Grant.NETWORK in defaults.trust),
+        "environment": _environment(folder, config, location, variables) | network,
         "evaluator": _evaluator(folder, config, variables),
         "timeouts": _timeouts(config),
         "metadata": {name: value for name, value in config.metadata.items() if name != HARBOR_KEY},
@@ -209,14 +209,14 @@ def _workdir(table: EnvironmentTable, folder: DataFolder, location: SourceLocati
 
 
 def _network(config: HarborToml, notes: list[str], *, trusted: bool) -> dict[str, Any]:
-    """What the agent may reach. An allow-list is enforced by the sandbox's proxy, where the folder is trusted with a network."""
+    """What the agent may reach. The sandbox's proxy enforces an allow-list, of a folder that is trusted with a network."""
     mode = config.agent.network_mode or config.environment.network_mode
     hosts = config.agent.allowed_hosts or config.environment.allowed_hosts
     if mode == "public":
         return {"network": "open"}
-    if hosts and (mode == "allowlist" or (mode is None and trusted)):
+    if hosts and mode != "no-network" and trusted:
         return {"network": "open", "allowed_hosts": list(hosts)}
-    if hosts and mode is None:
+    if hosts and mode != "no-network":
         notes.append(f"only the gateway is reachable, not {', '.join(hosts)}; to allow them: --trust {Grant.NETWORK}")
     return {"network": "gateway"}
 
