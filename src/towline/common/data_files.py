@@ -77,11 +77,16 @@ def opened_below(folder: Path, path: str) -> Iterator[tuple[int, os.stat_result]
             os.close(here)
             here = below
         status = os.fstat(here)
-        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        if not (is_regular(status.st_mode) or stat.S_ISDIR(status.st_mode)):
             raise UnsafePath(f"{folder / path} is neither a file nor a folder")
         yield here, status
     finally:
         os.close(here)
+
+
+def is_regular(mode: int) -> bool:
+    """Whether it is a file with an end, which is read without side effects."""
+    return stat.S_ISREG(mode)
 
 
 def _is_link(name: str, folder: int) -> bool:
@@ -106,7 +111,7 @@ class DataFolder:
         with opened_below(self.path, name):
             return self.path.absolute().joinpath(*plain_parts(name))
 
-    def read_bytes(self, name: str, max_bytes: int = MAX_TEXT) -> bytes:
+    def read_bytes(self, name: str, max_bytes: int) -> bytes:
         """The content of a regular file below."""
         if self.links:
             return _read(os.open(self.path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), name, max_bytes)
@@ -115,7 +120,7 @@ class DataFolder:
 
     def read_text(self, name: str) -> str:
         """The text of a regular file below, as UTF-8."""
-        return self.read_bytes(name).decode("utf-8")
+        return self.read_bytes(name, MAX_TEXT).decode("utf-8")
 
     def is_file(self, name: str) -> bool:
         """Whether a regular file is there. Raises `UnsafePath` if a link is."""
@@ -137,7 +142,7 @@ class DataFolder:
 
 def _read(descriptor: int, name: str, max_bytes: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        if not is_regular(os.fstat(descriptor).st_mode):
             raise UnsafePath(f"{name} is not a regular file")
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:

@@ -24,7 +24,10 @@ FREE = frozenset(
         *(f"gateway.{name}" for name in ("port", "control_port", "journal", "body_bytes", "ping_seconds")),
         *(f"gateway.{name}" for name in ("orphan_seconds", "drain_seconds", "sessions")),
         *(f"model.{name}" for name in ("renderer", "format", "special_text", "name")),
-        *(f"engine.{name}" for name in ("kind", "model", "stall_seconds", "seed", "threads", "max_batch", "context")),
+        *(
+            f"engine.{name}"
+            for name in ("kind", "model", "stall_seconds", "start_seconds", "seed", "threads", "max_batch", "context")
+        ),
         *(f"node.{name}" for name in ("init_workers", "run_workers", "build_workers", "evaluate_workers")),
         *(f"node.{name}" for name in ("start_limit", "ahead", "warm", "seconds", "hold_seconds", "looping")),
         *(f"node.{name}" for name in ("resources", "log_bytes", "artifact_bytes")),
@@ -46,7 +49,7 @@ NAMED_ONLY = frozenset(
         *("images.names", "images.allowed", "roots"),
         *("server.host", "server.database", "server.segments", "server.callback_hosts"),
         *("server.trust_submitters", "server.submitters_may", "server.trust_tasks"),
-        *("server.auth", "server.tls_cert", "server.tls_key"),
+        *("server.auth", "server.tls_cert", "server.tls_key", "server.allowed_hosts", "server.http"),
         "cluster",
     }
 )
@@ -56,8 +59,8 @@ NAMED_ONLY = frozenset(
 def check_found_file(path: Path) -> None:
     """Raise `ConfigError` if a settings file that was found sets what only a named one may."""
     try:
-        text = DataFolder(path.parent).read_bytes(path.name)
-        refused = [name for name in _keys(tomllib.loads(text.decode("utf-8"))) if not _allowed(name[0], name[1], path)]
+        text = DataFolder(path.parent).read_text(path.name)
+        refused = [name for name in _keys(tomllib.loads(text)) if not _allowed(name[0], name[1], path)]
     except UnsafePath as error:
         raise ConfigError(f"{error}; {_how(path)}") from error
     if refused:

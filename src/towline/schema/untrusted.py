@@ -327,6 +327,11 @@ def _read_options(harness: str, options: dict[str, Any], admission: Admission) -
     return options
 
 
+def complete_image(name: str) -> str:
+    """The image with its registry and its tag or digest; such a name is never taken for a path of a node."""
+    return str(parse_image(name))
+
+
 def _allowing(reason: str, grant: Grant, admission: Admission) -> str:
     return f"{reason}; to allow it: {admission.hint.format(grant=grant)}"
 
@@ -407,7 +412,7 @@ class _Admitting:
         if UPLOAD.fullmatch(root):
             return self._path(_ROOT, root)
         try:
-            reference = parse_image(root)
+            image = complete_image(root)
         except ValueError:
             return self._path(_ROOT, root)
         if self._resolve is not None:
@@ -415,7 +420,7 @@ class _Admitting:
                 return self._resolve(root)
         if not admission.registry.allows(root):
             self._require(Grant.IMAGES, _ROOT, f"{root!r} is not a root or an image of the operator's registry")
-        return str(reference)
+        return image
 
     def _require(self, grant: Grant, place: str, reason: str) -> None:
         if not is_granted(grant, self._admission):

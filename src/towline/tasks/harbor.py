@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from towline.common.data_files import DataFolder, UnsafePath
+from towline.common.data_files import MAX_TEXT, DataFolder, UnsafePath
 from towline.schema import Task
 from towline.schema.trust import Grant
 from towline.tasks.fields import HARBOR_KEY, SourceLocation, TaskDefaults
@@ -166,7 +166,7 @@ def _steps(folder: DataFolder, config: HarborToml, location: SourceLocation) -> 
 
 def shell_of(folder: DataFolder, script: str) -> str:
     """The shell in a script's shebang. Scripts are run by name of their shell because the executable bit is easily lost."""
-    first = folder.read_bytes(script).partition(b"\n")[0][:200]
+    first = folder.read_bytes(script, MAX_TEXT).partition(b"\n")[0][:200]
     return "bash" if first.startswith(b"#!") and b"bash" in first else "sh"
 
 

@@ -116,7 +116,8 @@ class Children:
             await asyncio.sleep(0.3)
 
     def _launch(self) -> None:
-        fixed = ["--port", str(self._port), "--data", str(self.data), "--nodes", str(self.nodes), "--json", "--no-auth"]
+        fixed = ["--port", str(self._port), "--data", str(self.data), "--nodes", str(self.nodes), "--json"]
+        fixed += ["--no-auth", "--trust"]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "towline", "serve", *fixed, *self.options],

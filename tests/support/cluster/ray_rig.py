@@ -200,7 +200,7 @@ class RayRig:
         """`towline serve`, entered into the namespaces of the head. Without an `engine`, replies are scripted."""
         scripted = ["--engine=scripted", f"--script={self.place / 'replies.py'}", f"--model={self.place / 'model'}"]
         places = ["--data", str(self.place / "data"), "--port", str(_PORT)]
-        size = ["--sandbox", self.sandbox, "--concurrency", str(concurrency), "--json", "--no-auth"]
+        size = ["--sandbox", self.sandbox, "--concurrency", str(concurrency), "--json", "--no-auth", "--trust"]
         return [
             *self._head(),
             "-m",

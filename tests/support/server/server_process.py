@@ -182,7 +182,9 @@ def _run_server(order: dict[str, Any]) -> None:
     if order["serve"]:
         from towline.cli.serve.command import app
 
-        for name, value in ({"database": order["database"], "auth": False} | order["settings"]).items():
+        for name, value in (
+            {"database": order["database"], "auth": False, "trust_tasks": True} | order["settings"]
+        ).items():
             os.environ[f"TOWLINE_SERVER__{name.upper()}"] = str(value)
         app([*order["serve"], "--port", "0", "--data", order["data"], "--json"])
         return
@@ -196,7 +198,7 @@ def _run_server(order: dict[str, Any]) -> None:
     from towline.server.api.app import serving
 
     async def serve() -> None:
-        places = {"port": 0, "data": order["data"], "database": order["database"], "auth": False}
+        places = {"port": 0, "data": order["data"], "database": order["database"], "auth": False, "trust_tasks": True}
         settings = ServerSettings.model_validate(places | order["settings"])
         async with serving(settings, FakeRunner(capacity=16)) as running:
             print(json.dumps({"url": running.url}), flush=True)

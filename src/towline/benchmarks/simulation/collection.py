@@ -204,7 +204,13 @@ async def serving(
     runner = SimulatedRunner(plan.nodes, plan.slots, init=plan.init, report=plan.report, clock=loop.clock)
     # No retention, and no limit of the queue: the store holds the whole run.
     settings = ServerSettings(
-        data=folder, stop_seconds=0, queue=10_000_000, keep_seconds=3e8, silent_seconds=3e8, pacing_seconds=3e8
+        trust_tasks=True,
+        data=folder,
+        stop_seconds=0,
+        queue=10_000_000,
+        keep_seconds=3e8,
+        silent_seconds=3e8,
+        pacing_seconds=3e8,
     )
     store = inline_store(folder / "towline.db", loop.clock)
     service = Service(settings, runner, store=store)

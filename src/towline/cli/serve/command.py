@@ -46,6 +46,9 @@ def serve(
     no_auth: Annotated[
         bool, typer.Option("--no-auth", help="Serve without keys; on loopback only. Default: requests need a key.")
     ] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="With --no-auth: trust every local user's tasks. Default: untrusted.")
+    ] = False,
     tls_cert: Annotated[
         Path | None, typer.Option(help="Certificate chain (PEM): serve HTTPS. Default: plain HTTP.")
     ] = None,
@@ -87,6 +90,7 @@ def serve(
             "data": data,
             "nodes": nodes,
             "auth": False if no_auth else None,
+            "trust_tasks": True if trust else None,
             "tls_cert": tls_cert,
             "tls_key": tls_key,
         },
