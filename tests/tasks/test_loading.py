@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from towline.common import swebench_package
 from towline.evaluators.registry import make_evaluator
 from towline.schema import Network, Task
+from towline.schema.trust import Grant
 from towline.tasks.fields import TaskError
 from towline.tasks.harbor_toml import MissingVariable, expand
 from towline.tasks.loading import load_tasks
@@ -99,7 +100,7 @@ def test_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert environment.artifacts == ["/app/out", "/var/log/app.log"]
     assert "test -e /ready" in environment.setup[1]
     assert (task.timeouts.init, task.timeouts.run, task.timeouts.evaluate) == (99, 120.5, 90)
-    (trusted,) = load_tasks([folder], harness="codex", trust=[*ENV, "network"])
+    (trusted,) = load_tasks([folder], harness="codex", trust=[*ENV, Grant.NETWORK])
     assert (trusted.environment.network, trusted.environment.allowed_hosts) == (Network.OPEN, ["example.com"])
     evaluator = make_evaluator(task.evaluator)
     assert evaluator is not None
