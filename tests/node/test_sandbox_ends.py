@@ -83,6 +83,27 @@ async def test_a_sandbox_that_is_killed_from_outside_fails_the_session(
         assert finished.trajectory.reward is None or finished.trajectory.reward.score is None
 
 
+async def test_a_sandbox_that_is_killed_before_its_harness_starts_fails_the_session(
+    codec: ModelCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its listener is closed then: that is the sandbox's end, and no failure of the node's disk."""
+    async with running_node(codec, tmp_path, works) as rig:
+        create = rig.gateway.create
+
+        async def killed_meanwhile(fields: Any) -> Any:
+            opened = await create(fields)
+            runtime, _ = rig.node._runtimes._open[SandboxKind.BUBBLEWRAP]
+            os.kill(supervisor(rig, 0), signal.SIGKILL)
+            await until(lambda: runtime._channel.closed, 60)  # type: ignore[attr-defined]
+            return opened
+
+        monkeypatch.setattr(rig.gateway, "create", killed_meanwhile)
+        finished = await one(rig, "linger")
+        assert finished.session.state is SessionState.FAILED
+        assert finished.session.failure is FailureReason.SANDBOX, finished.session.error
+        assert "ended before its harness started" in (finished.session.error or "")
+
+
 def harnesses() -> list[int]:
     """The harnesses that this process started; other test runs on the machine have their own."""
     return [

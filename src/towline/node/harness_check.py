@@ -28,7 +28,16 @@ from towline.harnesses.base import HOME, Harness, LaunchContext
 from towline.harnesses.install import Installs, check_libc, install_mount, sandbox_path
 from towline.node.environment import write_files
 from towline.node.harness_run import PATH
-from towline.sandboxes.base import GATEWAY_PORT, CommandResult, Mount, Runtime, Sandbox, SandboxSpec, execute
+from towline.sandboxes.base import (
+    GATEWAY_PORT,
+    CommandResult,
+    Mount,
+    Runtime,
+    Sandbox,
+    SandboxSpec,
+    execute,
+    live_listener,
+)
 from towline.schema import Network, Trajectory
 from towline.tokens.codec import ModelCodec
 
@@ -117,9 +126,9 @@ async def _run(
     settings = {**harness.settings, "limits": {"turns": _TURNS}}
     opened = await gateway.create({"instruction": INSTRUCTION, "settings": settings})
     base_url, listener = running.base_url, None
-    if sandbox.listener is not None:
+    if (inside := live_listener(sandbox)) is not None:
         base_url = f"http://127.0.0.1:{GATEWAY_PORT}"
-        listener = await running.serve_session(sandbox.listener, opened.session.id)
+        listener = await running.serve_session(inside, opened.session.id)
     try:
         place = LaunchContext(
             base_url=base_url,

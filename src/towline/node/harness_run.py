@@ -30,7 +30,7 @@ from towline.node.active_session import ActiveSession
 from towline.node.breakers import CircuitBreakers
 from towline.node.environment import PreparedTask, setup_environment, write_files
 from towline.node.evaluation import SessionEvaluation
-from towline.sandboxes.base import GATEWAY_PORT, Sandbox, SandboxError, SandboxProcess, sandbox_health
+from towline.sandboxes.base import GATEWAY_PORT, Sandbox, SandboxError, SandboxProcess, live_listener, sandbox_health
 from towline.schema import EndReason, Step
 from towline.tokens.graph import fingerprint
 from towline.tokens.graph.graph import GraphNode
@@ -91,8 +91,8 @@ class HarnessRunner:
         active.memory_kills = (await sandbox_health(sandbox, killed=False)).oom_kills
         listener = None
         base_url = self.running.base_url
-        if sandbox.listener is not None:
-            listener = await self.running.serve_session(sandbox.listener, opened.session.id)
+        if (inside := live_listener(sandbox)) is not None:
+            listener = await self.running.serve_session(inside, opened.session.id)
             base_url = f"http://127.0.0.1:{GATEWAY_PORT}"
         try:
             if active.task.steps:

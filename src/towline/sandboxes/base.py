@@ -299,6 +299,14 @@ class NeedsRoot(Protocol):
         ...
 
 
+def live_listener(sandbox: Sandbox) -> socket.socket | None:
+    """The listener of a sandbox. `SandboxError` if the sandbox has ended: that closes its listener."""
+    listener = sandbox.listener
+    if listener is not None and listener.fileno() < 0:
+        raise SandboxError(f"sandbox {sandbox.id} ended before its harness started: destroyed, expired, or killed")
+    return listener
+
+
 async def execute(
     sandbox: Sandbox,
     command: Sequence[str],
