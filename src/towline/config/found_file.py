@@ -43,7 +43,15 @@ INSIDE = frozenset({"gateway.data", "server.data", "model.folder", "model.templa
 NAMED_ONLY = frozenset(
     {
         *("gateway.host", "gateway.control_host", "gateway.public_url"),
+        *(
+            "gateway.connections",
+            "gateway.budgets",
+            "gateway.image_hosts",
+            "gateway.image_bytes",
+            "gateway.image_seconds",
+        ),
         *("engine.urls", "engine.key_variable", "engines"),
+        *("node.egress", "node.total_memory_mb", "node.total_pids"),
         *("node.sandbox", "node.bases", "node.cache", "node.cache_bytes"),
         *("images.network", "images.insecure_registries", "images.mirrors", "images.store_bytes"),
         *("images.names", "images.allowed", "roots"),
@@ -53,7 +61,7 @@ NAMED_ONLY = frozenset(
         "cluster",
     }
 )
-"""Addresses, keys, sandbox kinds, commands, shared folders, and who is trusted."""
+"""Addresses, keys, sandbox kinds, commands, shared folders, limits against hostile programs, and who is trusted."""
 
 
 def check_found_file(path: Path) -> None:
