@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -86,14 +87,14 @@ async def test_context(start: Start, limited: str) -> None:
     assert len(trajectory.traces) == 2
 
 
-async def test_wall_clock(start: Start) -> None:
+async def test_seconds(start: Start) -> None:
     """Also for a request that was retried; the clock is that of the session, not of the process."""
     async with start(busy) as rig:
         session = await rig.open(settings={"limits": {"seconds": 60}})
         for _ in range(2):
             status, body = await rig.post(session, chat(user("begin")))
             assert status == 200
-        rig.gateway.sessions[session.id].created -= 61
+        rig.gateway.sessions[session.id].began -= 61
         for headers in ({}, {"x-stainless-retry-count": "1"}):
             status, body = await rig.post(session, chat(user("begin")), headers=headers)
             assert (status, body["error"]["code"]) == (429, "insufficient_quota")
@@ -101,6 +102,17 @@ async def test_wall_clock(start: Start) -> None:
         trajectory = await rig.seal(session)
     assert len(trajectory.turns) == 2
     assert trajectory.report.trained_tokens > 0
+
+
+@pytest.mark.parametrize("jump", [3600, -3600])
+async def test_a_system_clock_that_jumps_ends_no_session(
+    start: Start, jump: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start(busy) as rig:
+        session = await rig.open(settings={"limits": {"seconds": 60}})
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + jump)
+        assert (await rig.post(session, chat(user("begin"))))[0] == 200
 
 
 async def test_most_tokens_of_a_turn(start: Start, codec: ModelCodec) -> None:

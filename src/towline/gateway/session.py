@@ -101,6 +101,8 @@ class GatewaySession:
         self._unwatch = self.hold(self._paused)
         self._root_key: tuple[tuple[Tool, ...], dict[str, Any], ModelRoute, str] | None = None
         self._clock = datetime.fromtimestamp(self.created, UTC)
+        self.began = time.monotonic() - max(0.0, time.time() - self.created)
+        """When the session was created, also by an earlier process, on the monotonic clock."""
 
     def _planner(self, route: ModelRoute) -> Planner:
         server_rendered = isinstance(route.codec, ServerRenderedCodec)
@@ -332,7 +334,7 @@ class GatewaySession:
         if self.stopping:
             raise ApiError(ErrorKind.OVERLOADED, "the gateway is shutting down", retry_after=1)
         # Time during which an engine of the session was on hold does not count.
-        seconds = time.time() - self.created - self._paused.held_seconds
+        seconds = time.monotonic() - self.began - self._paused.held_seconds
         if limits.seconds is not None and seconds > limits.seconds:
             raise ApiError(ErrorKind.QUOTA, f"the session's time limit of {limits.seconds:g} s is exhausted")
 
