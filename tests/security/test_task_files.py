@@ -170,6 +170,15 @@ def test_a_data_set_is_not_code(home: Path, fields: Any) -> list[str]:
         sys.modules.pop(name, None)
 
 
+@attack("5", "6", guard=OPEN_DOOR)
+def test_a_build_whose_dockerfile_is_a_link(home: Path) -> list[str]:
+    (home / "data" / "inner" / "Dockerfile").symlink_to("../../secrets/Dockerfile")
+    file = home / "data" / "tasks.jsonl"
+    file.write_text(json.dumps(row(environment={"build": "inner"})) + "\n")
+    texts = [(Path(task.environment.build) / "Dockerfile").read_text() for task in loaded(file)]
+    return [text for text in texts if SECRET in text]
+
+
 @pytest.mark.parametrize("kind", ["math", "coding", "nemo gym", "swe"])
 @attack("5", guard=OPEN_DOOR)
 def test_rows_of_other_kinds_are_no_way_around(home: Path, kind: str) -> list[str]:

@@ -364,6 +364,8 @@ class _Admitting:
             inside["root"] = self._root(environment.root)
         if environment.build:
             inside["build"] = self._path("environment.build", environment.build)
+            if self._resolve is not None and not UPLOAD.fullmatch(environment.build):
+                self._path("environment.build", f"{environment.build}/Dockerfile")
         self._files("environment", inside.get("files", []))
         for index, step in enumerate(values.get("steps", [])):
             self._files(f"steps.{index}", step.get("files", []))

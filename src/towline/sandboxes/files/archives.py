@@ -29,6 +29,8 @@ MAX_ENTRIES = 200_000
 _MTIME = 1_000_000_000
 """Modification time of packed bytes, which have none: equal content packs to equal archives."""
 _CHUNK = 1 << 20
+_MAX_DEPTH = 200
+"""Folders inside each other in a packed tree; each takes a descriptor and a frame while it is read."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 LinkPolicy = Literal["inside", "any"]
@@ -60,8 +62,12 @@ def pack_folder(folder: Path) -> bytes:
     """A tar of the contents of a folder, names relative to it. Symlinks stay symlinks; devices and sockets are skipped."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for path in sorted(folder.iterdir()):
-            _add_path(tar, path.name, path, None)
+        # The folder itself is named by its path, which may lead through links; nothing below it does.
+        base = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _add_entries(tar, "", ".", base, MAX_BYTES, 0)
+        finally:
+            os.close(base)
     return buffer.getvalue()
 
 
@@ -117,32 +123,51 @@ def read_file(archive: bytes | Path | IO[bytes], name: str, *, max_bytes: int = 
 def add_tree(tar: tarfile.TarFile, name: str, path: str, budget: int) -> int:
     """Add a file or folder of an untrusted tree to a tar, never through a symlink; returns the rest of `budget` bytes.
 
+    The tree is walked by directory descriptors: a folder that becomes a link meanwhile is not followed either.
     `ArchiveError` if it exceeds the budget: an archive is complete or not made at all.
     """
-    status = os.lstat(path)
+    folder, entry = os.path.split(path.rstrip("/") or "/")
+    parent = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return _add_at(tar, name, entry or ".", parent, budget, 0)
+    finally:
+        os.close(parent)
+
+
+def _add_at(tar: tarfile.TarFile, name: str, entry: str, parent: int, budget: int, depth: int) -> int:
+    status = os.lstat(entry, dir_fd=parent)
     kind, link = _kind(status.st_mode), ""
     if kind is None:
         return budget
     if kind == tarfile.SYMTYPE:
-        link = os.readlink(path)
+        link = os.readlink(entry, dir_fd=parent)
     budget -= 1024
     if kind == tarfile.REGTYPE:
-        return _add_regular(tar, name, path, budget)
+        return _add_regular(tar, name, entry, parent, budget)
     if budget < 0:
         raise ArchiveError("larger than the size limit")
     info = _info(name, kind, stat.S_IMODE(status.st_mode), 0, int(status.st_mtime))
     info.linkname = link
     tar.addfile(info)
-    if kind == tarfile.DIRTYPE:
-        for entry in sorted(os.listdir(path)):
+    return _add_entries(tar, f"{name}/", entry, parent, budget, depth) if kind == tarfile.DIRTYPE else budget
+
+
+def _add_entries(tar: tarfile.TarFile, prefix: str, entry: str, parent: int, budget: int, depth: int) -> int:
+    if depth >= _MAX_DEPTH:
+        raise ArchiveError(f"more than {_MAX_DEPTH} folders inside each other")
+    folder = os.open(entry, _FOLDER, dir_fd=parent)
+    try:
+        for inside in sorted(os.listdir(folder)):
             # A file that vanishes while a live tree is read counts as absent.
             with suppress(FileNotFoundError):
-                budget = add_tree(tar, f"{name}/{entry}", f"{path}/{entry}", budget)
+                budget = _add_at(tar, prefix + inside, inside, folder, budget, depth + 1)
+    finally:
+        os.close(folder)
     return budget
 
 
-def _add_regular(tar: tarfile.TarFile, name: str, path: str, budget: int) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def _add_regular(tar: tarfile.TarFile, name: str, entry: str, parent: int, budget: int) -> int:
+    descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
     with os.fdopen(descriptor, "rb") as source:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -158,8 +183,9 @@ def _add_regular(tar: tarfile.TarFile, name: str, path: str, budget: int) -> int
 def _add_path(tar: tarfile.TarFile, name: str, path: Path, mode: int | None) -> None:
     status = path.lstat()
     if stat.S_ISREG(status.st_mode):
-        with path.open("rb") as source:
-            size = os.fstat(source.fileno()).st_size
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as source:
+            size = os.fstat(descriptor).st_size
             info = _info(name, tarfile.REGTYPE, stat.S_IMODE(status.st_mode) if mode is None else mode, size)
             info.mtime = int(status.st_mtime)
             tar.addfile(info, _FixedSize(source, size))
