@@ -28,7 +28,7 @@ from towline.cli import service as export
 from towline.cli.doctor import command as doctor
 from towline.cli.installs import harness, images
 from towline.cli.serve import command as serve
-from towline.cli.serve import node_host, nodes
+from towline.cli.serve import node_host, nodes, tenants
 from towline.errors import TowlineError
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ app.command()(doctor.doctor)
 app.add_typer(serve.app, name="serve")
 app.command("node-host", hidden=True)(node_host.node_host)
 app.add_typer(nodes.app, name="nodes")
+app.add_typer(tenants.app, name="tenants")
 app.add_typer(store.app, name="store")
 app.add_typer(cluster.app, name="cluster")
 for command in (service.submit, service.status, service.sessions, service.log, service.tail, service.cancel):

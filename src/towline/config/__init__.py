@@ -29,6 +29,7 @@ from towline.config.http import HttpLimits
 from towline.config.images import ImageSettings
 from towline.config.section import MAX_BODY_BYTES, MAX_BYTES, MAX_COUNT, MAX_SECONDS, MAX_TOKENS, Section
 from towline.config.sources import PREFIX, EnvironmentSource, describe, without_none
+from towline.config.tenants import Tenancy
 from towline.errors import ConfigError
 from towline.schema import BuilderName, ContextPolicy, Resources, SandboxKind, TurnRole
 from towline.schema.trust import ROOT_NAME, Grant, RootRegistry
@@ -287,7 +288,7 @@ class NodeSettings(Section):
     """Processes of all sandboxes of this node together. Default: half of the machine's; 0: no limit."""
 
 
-class ServerSettings(Section):
+class ServerSettings(Tenancy):
     """The rollout service."""
 
     host: str = "127.0.0.1"
@@ -315,7 +316,7 @@ class ServerSettings(Section):
     lost_seconds: float = Field(60.0, gt=0, le=MAX_SECONDS)
     """How long a node may be unreachable; then its sessions are given up and run on other nodes."""
     queue: int = Field(100_000, ge=1, le=10_000_000)
-    """Maximum number of waiting sessions; further tasks are rejected until there is room."""
+    """Maximum number of waiting sessions of a tenant; further tasks are rejected until there is room."""
     lease_seconds: float = Field(300.0, gt=0, le=7 * 86_400)
     """Default duration of a lease."""
     wait_seconds: float = Field(60.0, ge=0, le=86_400)

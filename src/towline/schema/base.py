@@ -6,6 +6,7 @@ is one is not copied; a value that conversion would change is rejected.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import numpy as np
@@ -94,7 +95,8 @@ UInt8Array = Annotated[npt.NDArray[np.uint8], ArrayOf(np.uint8)]
 
 Id = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
 """A name: not empty, no control characters."""
-TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+TenantName = Annotated[str, Field(pattern=rf"^{TENANT_NAME.pattern}$")]
 """The name of a tenant: letters, digits, `.`, `_` and `-`."""
 Count = Annotated[int, Field(ge=0)]
 Json = dict[str, Any]

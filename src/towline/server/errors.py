@@ -60,6 +60,12 @@ class TooManyGuesses(RequestError):
     status = 429
 
 
+class TooManyRequests(RequestError):
+    """The tenant sends more requests than it may; waiting helps."""
+
+    status = 429
+
+
 class QueueFull(RequestError):
     """The queue has no room; retrying later helps."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from towline.common.background import BackgroundTasks
 from towline.common.loop_stalls import LoopStalls, merged
 from towline.common.private_files import private_folder
 from towline.config import ServerSettings
+from towline.config.tenants import TenantLimits
 from towline.errors import StoreError
 from towline.schema import DEFAULT_TENANT, Accepted, Acked, Results, SlowSession, Task, TaskStatus, Unit
 from towline.schema.trust import RootRegistry
@@ -29,6 +31,7 @@ from towline.server.events import Events, Signals
 from towline.server.metrics import ServerMetrics
 from towline.server.pacing.pacer import Pacer
 from towline.server.policy import PolicyController
+from towline.server.quotas import RequestQuota
 from towline.server.scheduling import queue
 from towline.server.scheduling.end_sessions import Effects, EndSessions
 from towline.server.scheduling.grace import GracePeriods
@@ -43,6 +46,8 @@ from towline.server.store.retention import Retention
 from towline.server.tenants import Tenants
 
 log = logging.getLogger("towline.server")
+_REFRESH_SECONDS = 3.0
+"""Between two reads of what the operator has set for tenants."""
 _CHECK_SECONDS = 30.0
 """Between two checks that the store is still this server's, and two counts of waiting sessions."""
 
@@ -72,7 +77,10 @@ class Service:
         self.leases = LeaseManager(self.store)
         # A new version can make results available to paced consumers.
         self.policy = PolicyController(self.store, runner, self.signals.work, self.signals.results)
-        self.tenants = Tenants(self.store)
+        self.tenants = Tenants(self.store, settings, settings.queue)
+        self.requests = RequestQuota(self.tenants.limits)
+        self._submitting: Counter[str] = Counter()
+        """Sessions of each tenant that calls under way want to add."""
         self.pacer = Pacer(self.store, settings.pacing_seconds)
         self.events = Events(self.store, self.signals.events, self.stopping, keep=settings.events)
         self.retention = Retention(
@@ -136,7 +144,7 @@ class Service:
                     "recovered from a crash: %d sessions were lost, %d orphaned segments removed", lost, orphans
                 )
             self.scheduler.start()
-            for loop in (self.callbacks.run(), self.retention.run(), self.grace.run(), self._watch()):
+            for loop in (self.callbacks.run(), self.retention.run(), self.grace.run(), self._watch(), self._refresh()):
                 self._background.start(loop)
         except BaseException:
             await self.store.close()
@@ -165,6 +173,14 @@ class Service:
         await self._background.close()
         await self.store.close()
 
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(_REFRESH_SECONDS)
+            try:
+                await self.tenants.refresh()
+            except (SQLAlchemyError, OSError) as error:
+                log.debug("the database is down: %s", error)
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_CHECK_SECONDS)
@@ -185,6 +201,8 @@ class Service:
     ) -> list[Accepted]:
         """Store the tasks as those of the tenant, all or none."""
         trusted = is_trusted(caller, self.settings)
+        limits = None if caller.admin else self.tenants.limits(tenant)
+        await self._check_stored(limits, tenant)
         written = [
             await admit(
                 task,
@@ -194,29 +212,43 @@ class Service:
                 trusted=trusted,
                 registry=self.registry,
                 tenant=tenant,
+                limits=limits,
             )
             for index, task in enumerate(tasks)
         ]
-        wanted = sum(task.num_samples for task in tasks)
-        if wanted > self.settings.queue:
-            raise InvalidInput(
-                f"{wanted} sessions exceed the queue limit of {self.settings.queue}: submit fewer tasks per call"
-            )
         if not written:
             return []
-        room = self.settings.queue - self.scheduler.waiting_of[tenant]
+        wanted = sum(task.num_samples for task in tasks)
+        most = queue_limit(self.tenants, tenant)
+        if wanted > most:
+            raise InvalidInput(f"{wanted} sessions exceed the queue limit of {most}: submit fewer tasks per call")
+        # What other calls are adding counts, or many at once would exceed the limit together.
+        room = most - self.scheduler.waiting_of[tenant] - self._submitting[tenant]
+        self._submitting[tenant] += wanted
         try:
             answers, waiting = await queue.accept(self.store, written, room=room, at=self.store.clock.now())
+            self.scheduler.waiting_of[tenant] += waiting
         except QueueFull as error:
             self.metrics.refused.inc()
             error.retry_after = 5.0
             raise
-        self.scheduler.waiting_of[tenant] += waiting
+        finally:
+            self._submitting[tenant] -= wanted
         self.pacer.submitted()
         self.metrics.tasks.inc(sum(answer.created for answer in answers))
         self.signals.work.notify()
         self.signals.events.notify()
         return answers
+
+    async def _check_stored(self, limits: TenantLimits | None, tenant: str) -> None:
+        if limits is not None and limits.stored_bytes is not None:
+            stored = await self.tenants.stored_bytes(tenant)
+            if stored > limits.stored_bytes:
+                raise QueueFull(
+                    f"{stored} bytes are stored, and the limit stored_bytes is {limits.stored_bytes}: acknowledge results, "
+                    "and wait until they are removed",
+                    retry_after=60.0,
+                )
 
     async def cancel(self, tenant: str, task_id: str) -> TaskStatus:
         key = names.qualify(tenant, task_id)
@@ -366,6 +398,12 @@ class Service:
         metrics.disk_free.set(disk.free)
         metrics.database.set(not self.store.outage.reason)
         return metrics.text(merged([*self.stalls.collect("server"), *engines]))
+
+
+def queue_limit(tenants: Tenants, tenant: str) -> int:
+    """Waiting sessions that a tenant may have. Each has a queue of its own: one that is full is nobody else's."""
+    most = tenants.limits(tenant).queued
+    return 2**53 if most is None else most
 
 
 async def open_store(settings: ServerSettings) -> Store:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from towline.config import ServerSettings
+from towline.config.tenants import TenantLimits
 from towline.schema import Problem
 from towline.server.api.auth import ANONYMOUS, Caller
 from towline.server.api.connections import address_group
@@ -31,6 +33,8 @@ OPEN = frozenset({"/healthz", "/livez", "/openapi.json", "/docs", "/redoc"})
 """Paths that need no key."""
 LARGE = ("/v1/tasks", "/v1/files")
 """Paths that take bodies up to `server.body_bytes`."""
+UPLOADS = "/v1/files"
+"""Path whose bodies are streamed to a file."""
 SMALL_BODY = 4 * 1024 * 1024
 """Largest body of every other path."""
 HEADERS = (
@@ -109,6 +113,13 @@ def body_limit(path: str, settings: ServerSettings) -> int:
     return settings.body_bytes if path.rstrip("/") in LARGE else min(settings.body_bytes, SMALL_BODY)
 
 
+def tenant_body_limit(path: str, most: int, limits: TenantLimits) -> int:
+    """Largest body of a tenant's request to this path; uploads are streamed, and their own quota bounds them."""
+    if path.rstrip("/") == UPLOADS:
+        return limits.file_bytes if limits.file_bytes is not None else 2**63
+    return most if limits.body_bytes is None else min(most, limits.body_bytes)
+
+
 def check_length(head: RequestHead, most: int) -> None:
     """Raise `RequestError` for a body that says that it is larger than `most` bytes."""
     length = head.one("content-length") or "0"
@@ -129,6 +140,7 @@ class FrontDoor:
         if scope["type"] != "http":
             return
         most = body_limit(scope["path"], self.service.settings)
+        counted: AbstractContextManager[None] = nullcontext()
         try:
             head = RequestHead.of(scope)
             check_origin(head, check_host(head, self.hosts))
@@ -136,6 +148,10 @@ class FrontDoor:
                 caller = await self.authenticate(head)
                 if caller is not ANONYMOUS:
                     _prove(scope)
+                if not caller.admin:
+                    most = tenant_body_limit(head.path, most, self.service.tenants.limits(caller.tenant))
+                    self.service.requests.take(caller.tenant)
+                    counted = self.service.requests.in_flight_of(caller.tenant)
             check_length(head, most)
         except RequestError as error:
             await problem(error)(scope, receive, _guarded(send))
@@ -143,7 +159,8 @@ class FrontDoor:
             answer = problem(Unavailable("the database is down: retry later", retry_after=2.0))
             await answer(scope, receive, _guarded(send))
         else:
-            await self.app(scope, _bounded(receive, most), _guarded(send))
+            with counted:
+                await self.app(scope, _bounded(receive, most), _guarded(send))
 
     async def authenticate(self, head: RequestHead) -> Caller:
         """The caller; raises `Unauthorized`, or `RequestError` with 429 for an address that guesses keys."""

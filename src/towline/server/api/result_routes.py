@@ -66,6 +66,7 @@ async def lease_results(
             wanted.prefix,
             wanted.groups_per_update,
             tenant,
+            None if caller.admin else service.tenants.limits(tenant).consumers,
         )
         found = await service.lease(lease, wanted.wait, gone)
     finally:

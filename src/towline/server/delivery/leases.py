@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, delete, insert, select, update
+from sqlalchemy import ColumnElement, Row, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from towline.common.crashpoints import crash_point
@@ -26,7 +26,7 @@ from towline.schema import (
     Unit,
 )
 from towline.server.delivery.results import read_results
-from towline.server.errors import ResourceConflict
+from towline.server.errors import InvalidInput, ResourceConflict
 from towline.server.pacing.consumers import DeliveryOrder
 from towline.server.pacing.pacer import FinishedGroup
 from towline.server.scheduling.rules import is_stale
@@ -61,6 +61,8 @@ class LeaseRequest:
     """How many groups the consumer uses per policy version; sessions then start at its pace."""
     tenant: str = DEFAULT_TENANT
     """Whose results it leases: no consumer sees those of another tenant."""
+    most_consumers: int | None = None
+    """Consumers that the tenant may have."""
 
     @property
     def key(self) -> str:
@@ -180,6 +182,7 @@ class LeaseManager:
         prefix, cursor = names.qualify(request.tenant, request.prefix or ""), 0
         names.check_length(request.key, "consumer")
         names.check_length(prefix, "prefix")
+        await check_consumers(tx, request)
         if request.start is Start.NOW:
             cursor = int(await tx.scalar(select(counters.c.value).where(counters.c.name == "results")) or 0)
         row: dict[str, Any] = dict.fromkeys(("delivered", "acked", "dropped", "flagged"), 0)
@@ -344,6 +347,19 @@ class LeaseManager:
                 for row in await tx.execute(query)
             ]
         return found
+
+
+async def check_consumers(tx: AsyncConnection, request: LeaseRequest) -> None:
+    """Raise `InvalidInput` if the tenant has as many consumers as it may have."""
+    if request.most_consumers is None:
+        return
+    table = tables.consumers
+    count = int(await tx.scalar(select(func.count()).select_from(table).where(table.c.owner == request.tenant)) or 0)
+    if count >= request.most_consumers:
+        raise InvalidInput(
+            f"this tenant has {count} consumers, and the limit consumers is {request.most_consumers}: use known names",
+            field="consumer",
+        )
 
 
 def _consumer_is(request: LeaseRequest) -> tuple[ColumnElement[bool], ...]:

@@ -51,6 +51,7 @@ _FIELDS = (
     "segment",
     "place",
     "sha256",
+    "bytes",
     "updated",
     *_LENGTH,
 )
@@ -195,6 +196,7 @@ class EndSessions:
             "to_segment": piece.segment if piece else None,
             "to_place": piece.place if piece else None,
             "to_sha256": piece.sha256 if piece else None,
+            "to_bytes": piece.length if piece else None,
             "to_updated": self.at,
             "to_node": node,
             **{f"to_{name}": getattr(ending, name) for name in _LENGTH},

@@ -24,10 +24,12 @@ from towline.cluster.runner import InvalidTask, Runner
 from towline.common.crashpoints import crash_point
 from towline.common.text import one_line
 from towline.config import ServerSettings
+from towline.config.tenants import TenantLimits
 from towline.schema import DEFAULT_TENANT, Accepted, FailureReason, Session, SessionState, Task, TaskState
 from towline.schema.entities import digest_values
 from towline.schema.files import dump_json
 from towline.schema.trust import RootRegistry
+from towline.server import quotas
 from towline.server.delivery.callbacks import check_callback
 from towline.server.errors import InvalidInput, QueueFull, ResourceConflict
 from towline.server.pacing.pacer import PaceGate
@@ -345,6 +347,7 @@ async def admit(
     trusted: bool,
     registry: RootRegistry | None = None,
     tenant: str = DEFAULT_TENANT,
+    limits: TenantLimits | None = None,
 ) -> SerializedTask:
     """Validate a task that a tenant submits; returns it serialized. Raises `InvalidInput` or `Forbidden`."""
 
@@ -367,6 +370,8 @@ async def admit(
     )
     one = serialize_task(task, field, tenant)
     names.check_length(one.key, at("task_id"))
+    if limits is not None:
+        quotas.check_task(task, len(one.body), limits, at)
     try:
         await runner.check(task)
     except InvalidTask as error:

@@ -7,15 +7,13 @@ name that a client sends can contain: no plain name equals a qualified one, and 
 
 from __future__ import annotations
 
-import re
-
 from towline.schema import DEFAULT_TENANT
+from towline.schema.base import TENANT_NAME
 from towline.server.errors import InvalidInput
 
 SEPARATOR = "\x1f"
 LONGEST = 512
 """Characters of a stored name."""
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def qualify(tenant: str, name: str) -> str:
@@ -48,7 +46,7 @@ def check_length(stored: str, field: str) -> None:
 
 def check_tenant(name: str) -> str:
     """The name, if it can be that of a tenant; raises `InvalidInput`."""
-    if not _TENANT.fullmatch(name):
+    if not TENANT_NAME.fullmatch(name):
         raise InvalidInput(
             f"{name[:80]!r} cannot name a tenant: use up to 63 letters, digits, '.', '_' and '-'", field="tenant"
         )

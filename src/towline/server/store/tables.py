@@ -132,6 +132,7 @@ sessions = Table(
     Column("turns", Integer),
     Column("trained_tokens", BigInteger),
     Column("seconds", Float),
+    Column("bytes", BigInteger),
     Index("sessions_by_task", "task_id", "sample", "attempt"),
     Index("sessions_in_order", "number", "sample", "attempt"),
     Index("sessions_by_owner", "owner", "number", "sample", "attempt"),
@@ -159,7 +160,8 @@ sessions = Table(
 """`number` is the task's; `urgency` its negated priority; `strikes` the earlier attempts that count against `max_attempts`;
 `epoch` the server run that the session belongs to, and which alone may end it; `stage` the last one before the end;
 `deaths` the node deaths at which the sample was running, and `company` how many sessions were running at the last one;
-`turns`, `trained_tokens` and `seconds` (of its run) its length, known once it has ended at a node."""
+`turns`, `trained_tokens` and `seconds` (of its run) its length, known once it has ended at a node; `bytes` the size of its
+stored trajectory."""
 
 results = Table(
     "results",
@@ -262,6 +264,29 @@ tenants = Table(
     Column("created", Float, nullable=False),
 )
 """Tenants with a key, or set by the operator. `weight` and `limits` (JSON) replace those of the settings."""
+
+files = Table(
+    "files",
+    metadata,
+    Column("owner", String(64), primary_key=True),
+    Column("digest", String(64), primary_key=True),
+    Column("bytes", BigInteger, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("used", Float, nullable=False),
+    Index("files_by_use", "used"),
+    Index("files_by_digest", "digest"),
+)
+"""Uploaded files by the SHA-256 of their content. Each tenant has rows of its own: only who has uploaded a file has it.
+`used`: when it was uploaded, or a task that names it was submitted."""
+
+task_files = Table(
+    "task_files",
+    metadata,
+    Column("task_id", String(512), primary_key=True),
+    Column("digest", String(64), primary_key=True),
+    Index("task_files_by_digest", "digest"),
+)
+"""The files that stored tasks name."""
 
 trash = Table("trash", metadata, Column("segment", String(256), primary_key=True), _owner())
 """Segments whose rows are removed and whose files are to be."""
