@@ -30,6 +30,8 @@ from pathlib import Path
 from towline.common.files import user_cache_folder
 from towline.common.progress import OnProgress
 from towline.harnesses.base import INSTALL_ROOT, Harness, InstallError, Npm, PyPI
+from towline.harnesses.install_scripts import run_install_scripts
+from towline.harnesses.locks import lock_digest
 from towline.harnesses.toolchain import (
     PATCHELF,
     SECONDS,
@@ -41,13 +43,15 @@ from towline.harnesses.toolchain import (
     make_python,
     node_version,
     npm,
+    npm_locked,
     pip,
+    pip_locked,
 )
 from towline.sandboxes.base import Mount, Sandbox, SandboxError, execute
 
 CACHE_VARIABLE = "TOWLINE_CACHE"
 """The cache folder; installs are in its subfolder `harnesses`."""
-LAYOUT = 1
+LAYOUT = 2
 """Increment when the same recipe produces a different folder."""
 PROBE_SECONDS = 60.0
 _LOCK_TIMEOUT = 2 * SECONDS
@@ -121,7 +125,7 @@ class Installs:
                 return
             recipe = harness.install
             if isinstance(recipe, Npm):
-                self._build_npm(partial, recipe, on_progress)
+                self._build_npm(partial, harness.name, recipe, on_progress)
             elif isinstance(recipe, PyPI):
                 self._build_pypi(partial, harness.name, recipe, on_progress)
             _make_readable(partial)
@@ -130,16 +134,21 @@ class Installs:
             partial.rename(path)
             on_progress(f"{harness.name} {harness.version} is in {path}")
 
-    def _build_npm(self, partial: Path, recipe: Npm, on_progress: OnProgress) -> None:
+    def _build_npm(self, partial: Path, harness: str, recipe: Npm, on_progress: OnProgress) -> None:
         version = node_version(recipe.node)
         node = self._interpreter(
             f"node-{version}-{architecture()}", lambda folder: make_node(folder, recipe.node, on_progress)
         )
         _link_tree(node, partial)
-        (partial / "package.json").write_text('{"private": true}\n')
         on_progress(f"npm install {' '.join(recipe.packages)}")
-        scripts = [] if recipe.scripts else ["--ignore-scripts"]
-        npm(["install", *scripts, "--save-exact", *recipe.packages], partial, node=partial / "bin")
+        if recipe.lock:
+            npm_locked(recipe.lock, recipe.packages, partial)
+        else:
+            (partial / "package.json").write_text('{"private": true}\n')
+            npm(["install", "--ignore-scripts", "--save-exact", *recipe.packages], partial, node=partial / "bin")
+        if recipe.scripts:
+            on_progress("running install scripts in a sandbox")
+            run_install_scripts(partial, harness)
         for package in recipe.packages:
             name, _, wanted = package.rpartition("@")
             _check_version(name, wanted, partial / "node_modules" / name / "package.json")
@@ -154,7 +163,12 @@ class Installs:
         _link_tree(base, partial)
         packages = partial / "lib" / f"python{python.short}" / "site-packages"
         on_progress(f"pip install {' '.join(recipe.packages)}")
-        pip(python.executable, ["install", "-q", "--no-compile", "--target", str(packages), *recipe.packages], partial)
+        if recipe.lock:
+            pip_locked(python.executable, recipe.lock, recipe.packages, packages, partial)
+        else:
+            # Wheels only: building a package would run its code here.
+            options = ["install", "-q", "--no-compile", "--only-binary", ":all:", "--target", str(packages)]
+            pip(python.executable, [*options, *recipe.packages], partial)
         _move_scripts(packages / "bin", partial / "bin", f"{INSTALL_ROOT}/{name}/bin/python3")
         on_progress("byte-compiling")
         byte_compile(partial, packages)
@@ -245,7 +259,7 @@ def _acquire(lock: int, name: str) -> None:
 
 
 def _digest(recipe: Npm | PyPI) -> str:
-    parts = [LAYOUT, architecture(), repr(recipe)]
+    parts = [LAYOUT, architecture(), repr(recipe), lock_digest(recipe.lock)]
     parts.append(node_version(recipe.node) if isinstance(recipe, Npm) else PATCHELF)
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
 
@@ -319,7 +333,8 @@ def _import_probe(partial: Path, python: PythonInfo) -> None:
     """Check that the copied interpreter runs and sees only its own packages."""
     code = f"{_PYTHON_PROBE}; import sys; print('\\n'.join(sys.path))"
     done = subprocess.run(
-        [str(partial / "bin" / "python3"), "-I", "-c", code],
+        # Without `site`: a package's .pth file would run its code here.
+        [str(partial / "bin" / "python3"), "-I", "-S", "-c", code],
         capture_output=True,
         text=True,
         env={},

