@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--faults", default=_GIVEN["faults"] or "", help=f"of {','.join(WEIGHTS)} (default: all)")
     parser.addoption("--seconds", type=float, default=_GIVEN["seconds"] or 3600, help="longest storm (default 3600)")
+
+
+@pytest.fixture(autouse=True)
+def _as_long_as_it_takes() -> None:
+    """Storms have timeouts of their own; the common one ends the whole process, and no count is printed."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture
