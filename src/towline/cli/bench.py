@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from towline.cli import options, terminal
 from towline.errors import ConfigError
@@ -27,7 +26,7 @@ def bench_continue(
     if as_json:
         print(json.dumps(result))
     else:
-        continuation.render(result, Console())
+        continuation.render(result, terminal.console(False))
 
 
 @app.command("load")
@@ -39,7 +38,7 @@ def bench_load(as_json: options.Json = False) -> None:
     if as_json:
         print(json.dumps(result))
     else:
-        load.render(result, Console())
+        load.render(result, terminal.console(False))
 
 
 @app.command("planes")
@@ -82,7 +81,7 @@ def bench_pacing(
     if as_json:
         print(json.dumps(result))
     else:
-        pacing.render(result, Console())
+        pacing.render(result, terminal.console(False))
     raise typer.Exit(0 if all(result["within"].values()) else 1)
 
 
@@ -109,7 +108,7 @@ def bench_simulation(
     if as_json:
         print(json.dumps(result))
     else:
-        report.render(result, Console())
+        report.render(result, terminal.console(False))
 
 
 @app.command("builders")
@@ -151,4 +150,4 @@ def bench_builders(
     elif markdown:
         print(builders.markdown(result))
     else:
-        builders.render(result, Console())
+        builders.render(result, terminal.console(False))

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from towline.cli import options, terminal
+from towline.common.inert_console import InertConsole
+from towline.common.text import ascii_json
 from towline.config import FILE, Settings, named_file
 from towline.errors import ConfigError
 
@@ -67,7 +68,7 @@ def status(data: Data = None, config: options.Config = None, as_json: options.Js
     inputs, record = _launched(config, data)
     found = _launcher(inputs, record).status(record)
     if as_json:
-        print(found.model_dump_json())
+        print(ascii_json(found.model_dump_json()))
         return
     lines = {
         record.kind: found.job_id or f"{found.namespace}/{found.name}",
@@ -76,7 +77,7 @@ def status(data: Data = None, config: options.Config = None, as_json: options.Js
         "key": found.key,
         "log": found.log,
     }
-    console = Console(highlight=False, markup=False)
+    console = InertConsole(highlight=False, markup=False)
     for name, value in lines.items():
         if value:
             console.print(f"{name:<11} {value}", soft_wrap=True)

@@ -20,7 +20,7 @@ from towline.cli import options, terminal
 from towline.cli.run import early_stop_lines
 from towline.cli.tasks import UNNAMED, load_tasks
 from towline.client import Client, NotFound
-from towline.common.text import visible
+from towline.common.text import ascii_json, visible
 from towline.errors import ConfigError
 from towline.schema import FailureReason, SessionState, SlowSession, Task, TaskState, unusable_reason
 
@@ -186,14 +186,14 @@ def tail(
     as_json: options.Json = False,
 ) -> None:
     """Print the events of a service as they happen."""
-    console, left = Console(), limit
+    console, left = terminal.console(False), limit
     with Client(url, key, patience=_PATIENCE) as client:
         try:
             for event in client.events(after):
                 if kind and event.kind not in kind:
                     continue
                 if as_json:
-                    print(event.model_dump_json(), flush=True)
+                    print(ascii_json(event.model_dump_json()), flush=True)
                 else:
                     when = time.strftime("%H:%M:%S", time.localtime(event.at))
                     line = Text().append(f"{when} {event.seq:>7} ", "dim").append(f"{event.kind:8}", "bold")
@@ -213,7 +213,7 @@ def cancel(ids: Ids, url: Url = None, key: Key = None, as_json: options.Json = F
         print(json.dumps([one.model_dump(mode="json") for one in done]))
         return
     for one in done:
-        print(f"{one.task_id}  {one.state}  {one.finished} of {one.num_samples} had finished")
+        print(f"{visible(one.task_id)}  {one.state}  {one.finished} of {one.num_samples} had finished")
 
 
 def _overview(client: Client) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from towline.cli import options, terminal
 from towline.config import ServerSettings, Settings
@@ -114,7 +113,7 @@ def move(
     if as_json:
         print(json.dumps(moved))
         return
-    out = Console()
+    out = terminal.console(False)
     if "segments" in moved:
         out.print(
             f"{moved['segments']['sessions']} trajectories are in {moved['segments']['to']}: set server.segments",

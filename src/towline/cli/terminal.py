@@ -12,8 +12,12 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from towline.common.inert_console import InertConsole
+from towline.common.redaction import redact
+from towline.common.text import inert
 from towline.config import LogOutput
 from towline.schema import FailureTally
 
@@ -23,16 +27,16 @@ _RECORD_FIELDS = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict_
 
 def console(as_json: bool) -> Console:
     """The console for people; with `--json` it is standard error, so that standard output holds JSON alone."""
-    return Console(stderr=as_json)
+    return InertConsole(stderr=as_json)
 
 
 def escape_markup(text: str) -> str:
     """The text as rich prints it literally."""
-    return text.replace("[", "\\[")
+    return escape(text)
 
 
 def print_error(message: str) -> None:
-    Console(stderr=True).print(f"[bold red]towline:[/] {escape_markup(message)}", highlight=False, soft_wrap=True)
+    InertConsole(stderr=True).print(f"[bold red]towline:[/] {escape_markup(message)}", highlight=False, soft_wrap=True)
 
 
 def run_async(work: Coroutine[Any, Any, Any]) -> Any:
@@ -62,6 +66,17 @@ def progress_reporter(console: Console, title: str) -> Iterator[Callable[..., No
         yield report
 
 
+class RedactingFormatter(logging.Formatter):
+    """Another formatter's lines without keys, and without characters that a terminal acts on."""
+
+    def __init__(self, inner: logging.Formatter):
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        return inert(redact(self._inner.format(record)))
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line: time, level, logger, message, and the fields that the record was given."""
 
@@ -83,9 +98,9 @@ def configure_logging(console: Console, style: LogOutput = "text") -> None:
     handler: logging.Handler
     if style == "text" and console.is_terminal:
         handler = RichHandler(console=console)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(RedactingFormatter(logging.Formatter("%(message)s")))
     else:
         handler = logging.StreamHandler(console.file)
         text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        handler.setFormatter(JsonFormatter() if style == "json" else text)
+        handler.setFormatter(RedactingFormatter(JsonFormatter() if style == "json" else text))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

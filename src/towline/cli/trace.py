@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from towline.cli import options
+from towline.cli import options, terminal
 from towline.errors import ConfigError
 from towline.schema import Trajectory
 
@@ -32,7 +31,7 @@ def trace(
         return
     from towline.runs import view
 
-    console = Console()
+    console = terminal.console(False)
     decode = _decoder(model, near)
     if decode is None:
         console.print("[dim]tokens are shown as ids; give --model FOLDER to decode them[/]")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from towline.cluster.remote_node import HostAddress
 from towline.common.background import BackgroundTasks
+from towline.common.private_files import private_folder
 from towline.config import Settings
 from towline.errors import ConfigError
 
@@ -147,7 +148,7 @@ class _Child:
 
     async def start(self, up: Callable[[HostAddress], None]) -> None:
         """Start the process; returns when it listens. Raises `ConfigError` with its reason if it cannot."""
-        self._place.data.mkdir(parents=True, exist_ok=True)
+        private_folder(self._place.data)
         token = secrets.token_urlsafe(32)
         # An abstract socket: it has no file to copy, to clean up, or with a path that is too long.
         listen = self._place.listen or f"unix:@towline-{secrets.token_hex(16)}"

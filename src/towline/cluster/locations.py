@@ -77,7 +77,7 @@ class LocalFolder:
     def write(self, name: str, data: pa.Buffer | bytes) -> None:
         path = self.folder / name
         _make_folder(path.parent, self.folder)
-        write_atomically(path, data)
+        write_atomically(path, data, mode=0o600)
 
     def open(self, name: str) -> pa.NativeFile:
         # Not memory-mapped: a file that shrinks while it is mapped kills the process.
@@ -200,8 +200,8 @@ def _make_folder(folder: Path, root: Path) -> None:
     if folder.is_dir():
         return
     if folder == root:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return
     _make_folder(folder.parent, root)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, mode=0o700)
     sync_folder(folder.parent)

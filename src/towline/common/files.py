@@ -30,11 +30,11 @@ def user_cache_folder(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
     """A file to write that replaces `path` when the block ends: write, fsync, rename, fsync the folder."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -45,9 +45,9 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
-def write_atomically(path: Path, data: Any) -> None:
-    """Write bytes, or anything with the buffer protocol, as one file."""
-    with atomic_file(path) as file:
+def write_atomically(path: Path, data: Any, mode: int = 0o666) -> None:
+    """Write bytes, or anything with the buffer protocol, as one file; `mode` as of open(2)."""
+    with atomic_file(path, mode) as file:
         file.write(data)
 
 

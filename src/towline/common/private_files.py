@@ -50,6 +50,11 @@ def read_private(path: Path) -> str | None:
     return None
 
 
+def private_opener(path: str, flags: int) -> int:
+    """For `open`: a file that it creates has mode 0600."""
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
 def is_private(found: os.stat_result) -> bool:
     """Whether it is a regular file of this user that no other user can read or write."""
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS
@@ -66,3 +71,20 @@ def private_folder(path: Path) -> None:
         raise ConfigError(f"{path} belongs to another user (uid {found.st_uid}): choose another folder")
     if found.st_mode & _OTHERS and (found.st_uid == os.geteuid() or os.geteuid() == 0):
         path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
+
+
+def secure_folder(path: Path) -> None:
+    """Create a folder for one user's data, or take other users' access to an existing one, its files and its folders.
+
+    Only one level deep: what is below cannot be reached without the folders on the way.
+    """
+    private_folder(path)
+    with os.scandir(path) as entries:
+        for entry in entries:
+            found = entry.stat(follow_symlinks=False)
+            wanted = stat.S_IMODE(found.st_mode) & ~_OTHERS
+            mine = found.st_uid == os.geteuid() and (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode))
+            if mine and wanted != stat.S_IMODE(found.st_mode):
+                # A file may be removed meanwhile, as those of SQLite are.
+                with contextlib.suppress(FileNotFoundError):
+                    os.chmod(entry.path, wanted)

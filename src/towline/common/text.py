@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 _SLUG_LENGTH = 60
@@ -22,6 +23,16 @@ def visible(text: str, *, lines: bool = False) -> str:
     if lines:
         return "↵\n".join(visible(line) for line in text.split("\n"))
     return re.sub(r"[^ -~]", _picture, text)
+
+
+def inert(text: str) -> str:
+    """The text with all characters made visible that a terminal acts on; line breaks and tabs stay."""
+    return re.sub(r"[^ -~\n\t]", _picture, text)
+
+
+def ascii_json(text: str) -> str:
+    """JSON in ASCII: every other character, those that a terminal acts on included, as an escape."""
+    return re.sub(r"[^\x00-~]", lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def _picture(match: re.Match[str]) -> str:

@@ -44,6 +44,7 @@ from towline.gateway.journal import Journal, RecordError, SyncMode, encode
 from towline.gateway.model_routes import ModelRoute, ModelRoutes
 from towline.gateway.recovery import Recovery, quarantine_sessions, session_record
 from towline.gateway.session import SESSION_ID, GatewaySession
+from towline.gateway.without_keys import without_keys
 from towline.schema import POLICY, BuilderName, EndReason, FailureReason, SessionState, Trajectory
 from towline.tokens.codec import ModelCodec
 from towline.tokens.graph.graph import GraphNode
@@ -318,7 +319,7 @@ class Gateway:
 
     def _build_final(self, session: GatewaySession, end_reason: EndReason) -> Trajectory:
         state = SessionState.DONE if session.failure is None else SessionState.FAILED
-        return self.build(session, state, end_reason, self._plain_prompts(session))
+        return without_keys(self.build(session, state, end_reason, self._plain_prompts(session)))
 
     async def store(self, trajectory: Trajectory) -> None:
         """Write a session's final trajectory to its file, durably, and release the session."""

@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from towline.common.private_files import private_opener
+from towline.common.redaction import redact
 from towline.config import NodeSettings
 from towline.config.images import ImageSettings
 from towline.errors import TowlineError
@@ -271,5 +273,5 @@ def _packed(source: Path, target: str) -> tuple[bytes, str]:
 
 
 def _append(path: Path, text: str) -> None:
-    with open(path, "a", encoding="utf-8", errors="replace") as file:
-        file.write(text)
+    with open(path, "a", encoding="utf-8", errors="replace", opener=private_opener) as file:
+        file.write(redact(text))

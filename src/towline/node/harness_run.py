@@ -17,6 +17,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from towline.common.budget import Budget
+from towline.common.private_files import private_opener
+from towline.common.redaction import StreamRedactor
 from towline.config import NodeSettings
 from towline.conversation import Message, ToolCall
 from towline.errors import TowlineError
@@ -292,14 +294,14 @@ async def _converse(process: SandboxProcess, stdin: str, log: HarnessLog) -> Non
 class HarnessLog:
     """What a harness prints, in a file of bounded size: its beginning and, more important, its end.
 
-    Both streams of the process, interleaved as they arrive.
+    Both streams of the process, interleaved as they arrive, without the keys of sessions. Only its owner may read it.
     """
 
     def __init__(self, path: Path, most: int):
         self.path = path
         self.most = most
         # Unbuffered, so that output before a crash is in the file.
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by `close`
+        self._file = open(path, "ab", buffering=0, opener=private_opener)  # noqa: SIM115  closed by `close`
         self._written = self._file.tell()
         self._end_chunks: deque[bytes] = deque()
         self._tail_size = 0
@@ -325,9 +327,13 @@ class HarnessLog:
         await asyncio.gather(self._copy(process.stdout), self._copy(process.stderr))
 
     async def _copy(self, stream: asyncio.StreamReader) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await stream.read(65_536):
-                self.write(data)
+        redactor = StreamRedactor()
+        try:
+            with contextlib.suppress(ConnectionError):
+                while data := await stream.read(65_536):
+                    self.write(redactor.feed(data))
+        finally:
+            self.write(redactor.close())
 
     def close(self) -> None:
         if self._omitted:

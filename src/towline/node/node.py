@@ -314,7 +314,7 @@ class RolloutNode:
         the component became unavailable.
         """
         logs = self.session_folder(session.session_id)
-        logs.mkdir(parents=True, exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         active = ActiveSession(task, session, logs, self.changed, since_opening=since_opening)
         self.active[session.session_id] = active
         work = asyncio.get_running_loop().create_task(self._run_session(active))

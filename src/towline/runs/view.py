@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from towline.common.inert_console import InertConsole
 from towline.common.text import visible
 from towline.schema import FidelityReport, Reward, RewardStatus, Trace, Trajectory, Turn, TurnRole
 
@@ -64,7 +65,7 @@ def render(
     console: Console | None = None,
 ) -> None:
     """Print the trajectory. Without `decode` tokens are shown as ids; `full` shortens nothing."""
-    console = console or Console()
+    console = console or InertConsole()
     parts: list[RenderableType] = [header(trajectory), fidelity_panel(trajectory.report)]
     parts.append(turn_tree(trajectory, full=full))
     if trajectory.traces:

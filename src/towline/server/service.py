@@ -16,7 +16,7 @@ from towline.cluster.runner import NodeNotFound, Runner
 from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
 from towline.common.loop_stalls import LoopStalls, merged
-from towline.common.private_files import private_folder
+from towline.common.private_files import secure_folder
 from towline.config import ServerSettings
 from towline.config.tenants import TenantLimits
 from towline.errors import StoreError
@@ -122,9 +122,11 @@ class Service:
 
     async def open(self) -> None:
         """Take over the store, end what an earlier server left running, and start."""
-        await asyncio.to_thread(private_folder, self.settings.data)
+        await asyncio.to_thread(secure_folder, self.settings.data)
         await self.store.open()
         try:
+            # Once more: the database may be new.
+            await asyncio.to_thread(secure_folder, self.settings.data)
             async with self.store.write() as tx:
                 await repair_rows(tx)
             await ownership.take_store(self.store, self.segments)
@@ -408,7 +410,8 @@ def queue_limit(tenants: Tenants, tenant: str) -> int:
 
 async def open_store(settings: ServerSettings) -> Store:
     """The store of a service that need not be running, to manage its keys."""
-    await asyncio.to_thread(private_folder, settings.data)
+    await asyncio.to_thread(secure_folder, settings.data)
     store = Store(database_url(settings.database, settings.data))
     await store.open(serving=False)
+    await asyncio.to_thread(secure_folder, settings.data)
     return store

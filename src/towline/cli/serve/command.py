@@ -18,6 +18,7 @@ from rich.text import Text
 
 from towline.cli import engines, options, terminal
 from towline.cli.serve.hosts import host_provider
+from towline.common.private_files import PRIVATE_UMASK
 from towline.common.sockets import is_loopback
 from towline.config import ServerSettings, Settings
 from towline.schema import DEFAULT_TENANT, Role
@@ -102,6 +103,7 @@ def serve(
         cluster={"address": cluster},
     )
     terminal.configure_logging(console, settings.log.format)
+    os.umask(PRIVATE_UMASK)
     terminal.run_async(_serve(settings, console, as_json, script))
 
 
@@ -203,7 +205,7 @@ def list_keys(data: Data = None, config: options.Config = None, as_json: options
     for key in found:
         name = terminal.escape_markup(key.name)
         table.add_row(key.key_id, key.tenant, name, ", ".join(key.roles), time.ctime(key.created))
-    Console().print(table)
+    terminal.console(False).print(table)
 
 
 @keys_app.command("revoke")

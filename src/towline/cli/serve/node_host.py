@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from towline.cli import engines, terminal
+from towline.common.private_files import private_folder
 from towline.common.sockets import listen, url_of
 from towline.errors import TowlineError
 
@@ -29,6 +30,9 @@ def node_host() -> None:
     from towline.cluster.child_hosts import HostSettings
 
     given = HostSettings.load(_first_line(sys.stdin.fileno()))
+    # Roots and installs are for the users of sandboxes; the data folder and what is written to it have modes of their own.
+    os.umask(0o022)
+    private_folder(given.settings.gateway.data)
     if given.listen.startswith("unix:"):
         _die_with_parent()
         # On one machine the server comes first: sessions may wait for a CPU, answers of the API should not.

@@ -6,11 +6,10 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from towline.cli import options
+from towline.cli import options, terminal
 from towline.cli.service import Key, Url
 from towline.client import Client
 
@@ -52,4 +51,4 @@ def _show(found: list[dict[str, Any]], as_json: bool) -> None:
         state = one.get("unusable") or "usable"
         row = (one.get("name"), sessions, one.get("capacity"), one.get("host"), one.get("pid"), state)
         table.add_row(*(Text("" if value is None else str(value)) for value in row))
-    Console().print(table)
+    terminal.console(False).print(table)
