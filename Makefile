@@ -85,12 +85,9 @@ test-training: setup system ## Train the tiny model for some minutes: it learns,
 	$(BIN)/python -m pytest tests/e2e/training $(PYTEST_ARGS)
 
 # Each in an environment of its own, .venv-NAME: see requirements/trainers.sh.
-test-trainers: setup system ## Run the adapters' tests with the real TRL, Tinker, verl, NeMo Gym and verifiers
-	@bash requirements/trainers.sh trl verl nemo-gym verifiers
-	.venv-trl/bin/python -m pytest tests/adapters/test_trl_rollouts.py tests/adapters/test_trl_worker.py \
-		tests/adapters/test_tinker.py $(PYTEST_ARGS)
-	.venv-verl/bin/python -m pytest tests/adapters/test_verl.py $(PYTEST_ARGS)
-	$(BIN)/python -m pytest tests/adapters/test_nemo_gym.py tests/adapters/test_verifiers.py $(PYTEST_ARGS)
+test-trainers: setup system ## Run the adapters' tests with the real frameworks and routers, and print a table of what ran
+	@bash requirements/trainers.sh trl verl nemo-gym verifiers routers
+	$(BIN)/python tests/adapters/run.py -- $(PYTEST_ARGS)
 
 # A Slurm of four nodes in namespaces of this machine; it needs root, as its nodes do.
 test-cluster: setup test-system ## Run 50 sessions in a real Slurm job of an ordinary user; validate the Kubernetes manifests

@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 say() { printf 'trainers: %s\n' "$*" >&2; }
 
 # Frameworks that tests speak to over a wire: no Towline and no torch in their environments.
-apart() { [ "$1" = nemo-gym ] || [ "$1" = verifiers ]; }
+apart() { [ "$1" = nemo-gym ] || [ "$1" = verifiers ] || [ "$1" = routers ]; }
 
 # The Python that a framework needs.
 python_of() {

@@ -7,17 +7,23 @@ logprobs to itself, as other servers do.
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from support.engines.chat_upstream import Upstream, captured, served
 from support.gateway.gateway_rig import running_gateway
+from towline.conversation import Message, Request
 from towline.dialects.base import DialectCall, ReadCache
 from towline.dialects.chat import ChatDialect
-from towline.engines.base import CaptureLevel, PauseMode, SampleRequest
-from towline.engines.openai import ChatServerEngine
+from towline.engines.base import TRUNCATED, UNPROVEN_LOGPROBS, CaptureLevel, PauseMode, SampleRequest
+from towline.engines.openai import NOT_SENT, ChatServerEngine
 from towline.errors import EngineError
 from towline.schema import BuilderName
 from towline.tokens.loading import load_codec
@@ -129,3 +135,89 @@ async def test_a_dead_server_is_an_engine_error() -> None:
     with pytest.raises(EngineError):
         await engine.start()
     await engine.close()
+
+
+class TopLogprobs:
+    """A chat server that reports its most likely tokens, with logprobs from before or after the temperature."""
+
+    LOGITS: ClassVar = {"yes": 2.0, "no": 1.0, "maybe": -1.0, "never": -2.0}
+
+    def __init__(self, *, processed: bool, refuses: tuple[str, ...] = ()):
+        self.processed, self.refuses = processed, refuses
+        self.bodies: list[dict[str, Any]] = []
+
+    async def answer(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        self.bodies.append(body)
+        if unknown := body.keys() & set(self.refuses):
+            return web.json_response({"error": {"message": f"unknown {sorted(unknown)}"}}, status=400)
+        if body.get("stream"):
+            return web.json_response({"error": {"message": "no streams"}}, status=400)
+        scaled = {word: value / (body.get("temperature") or 1.0) for word, value in self.LOGITS.items()}
+        chosen = scaled if self.processed else self.LOGITS
+        norm = math.log(sum(map(math.exp, chosen.values())))
+        tops = [{"token": word, "logprob": value - norm} for word, value in chosen.items()]
+        content = [{**tops[0], "token_id": 5, "top_logprobs": tops[: body.get("top_logprobs") or 0]}]
+        choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+        choice |= {"logprobs": {"content": content}, "token_ids": [5]}
+        return web.json_response({"id": "x", "choices": [choice], "prompt_token_ids": [1, 2], "usage": {}})
+
+    @contextlib.asynccontextmanager
+    async def engine(self) -> AsyncIterator[ChatServerEngine]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        engine = ChatServerEngine(f"http://127.0.0.1:{runner.addresses[0][1]}/v1", "m")
+        try:
+            await engine.start()
+            yield engine
+        finally:
+            await engine.close()
+            await runner.cleanup()
+
+
+def chat_turn(**options: Any) -> SampleRequest:
+    request = Request("chat", model="m", messages=[Message(role="user", text="Hi")])
+    return SampleRequest(np.array([1], np.int32), 4, request=request, **options)
+
+
+async def test_logprobs_from_before_the_temperature_are_not_trained() -> None:
+    server = TopLogprobs(processed=False)
+    async with server.engine() as engine:
+        assert "processed_logprobs" in engine.info.details["logprobs"]
+        assert UNPROVEN_LOGPROBS in (await engine.sample(chat_turn(temperature=0.5))).flags
+        assert UNPROVEN_LOGPROBS in (await engine.sample(chat_turn(top_p=0.9))).flags
+        # At temperature 1 both are the same, and a greedy turn has the logprobs of temperature 1.
+        for temperature in (1.0, 0.0):
+            assert UNPROVEN_LOGPROBS not in (await engine.sample(chat_turn(temperature=temperature))).flags
+
+
+async def test_proven_logprobs_are_trained_and_every_parameter_is_sent() -> None:
+    server = TopLogprobs(processed=True)
+    async with server.engine() as engine:
+        assert engine.info.details["logprobs"] == "processed"
+        sample = await engine.sample(chat_turn(temperature=0.5, top_k=3))
+        assert UNPROVEN_LOGPROBS not in sample.flags
+        assert TRUNCATED in sample.flags
+        sent = {name: server.bodies[-1][name] for name in ("top_k", "min_p", "repetition_penalty", "presence_penalty")}
+        assert sent == {"top_k": 3, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+        await engine.sample(chat_turn())
+        assert server.bodies[-1]["top_k"] == -1
+
+
+async def test_a_server_that_refuses_parameters_is_flagged() -> None:
+    async with TopLogprobs(processed=True, refuses=("top_k", "min_p", "repetition_penalty")).engine() as engine:
+        assert engine.info.capture is CaptureLevel.TOKENS
+        assert engine.info.details["top_k"] == "not accepted"
+        sample = await engine.sample(chat_turn(top_k=3))
+        assert NOT_SENT in sample.flags
+        assert TRUNCATED not in sample.flags
+
+
+async def test_a_server_that_lists_no_alternatives_proves_nothing() -> None:
+    async with TopLogprobs(processed=True, refuses=("top_logprobs",)).engine() as engine:
+        assert engine.info.details["logprobs"].startswith("unproven")
+        assert UNPROVEN_LOGPROBS in (await engine.sample(chat_turn(temperature=0.7))).flags
+        assert UNPROVEN_LOGPROBS not in (await engine.sample(chat_turn())).flags

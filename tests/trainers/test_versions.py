@@ -36,7 +36,7 @@ class FakeService:
 
     def announce(self, version: int | None = None) -> Policy:
         if self.refuses:
-            raise NotAllowed("the key is a consumer's")
+            raise NotAllowed("the key is a consumer's", status=403)
         self.announced.append(version)
         assert version is None or version >= self.version
         self.version = self.version if version is None else version

@@ -33,6 +33,7 @@ from towline.errors import EngineError
 __all__ = [
     "MOVED",
     "TRUNCATED",
+    "UNPROVEN_LOGPROBS",
     "AcceptsImages",
     "AnnouncesVersions",
     "CaptureLevel",
@@ -58,6 +59,8 @@ MOVED = "moved"
 """Flag of a turn that one engine left unfinished and another one continued."""
 TRUNCATED = "truncated_sampling"
 """Flag of a turn that was sampled from a truncated distribution (top-p or top-k)."""
+UNPROVEN_LOGPROBS = "unproven_logprobs"
+"""Flag of a turn whose logprobs are not shown to be those of the distribution that was sampled from: it is not trained."""
 
 
 class CaptureLevel(StrEnum):

@@ -8,6 +8,11 @@ server reports is found by asking it (`CaptureLevel`):
 - `logprobs`: logprobs by token text; ids only with the model's own tokenizer at hand;
 - `text`: neither. Such turns carry messages for offline data and no trained token.
 
+Logprobs are proven at the start, as vLLM's are: one token at temperature 1 and one at another show whether the reported
+logprobs are those of the sampling distribution. Where they are not, or cannot be shown to be, turns that were sampled at
+another temperature than 1 or from a truncated distribution have the flag `unproven_logprobs` and are not trained. Every
+parameter that shapes the distribution is sent, if the server accepts it; a setting that it does not is flagged.
+
 Turns are read as streams where a stream reports as much as a whole response, so that a stall is noticed. From any other
 server a turn arrives as a whole and is limited by `timeout` alone. The server applies stop strings itself.
 """
@@ -15,6 +20,7 @@ server a turn arrives as a whole and is limited by `timeout` alone. The server a
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +32,18 @@ import orjson
 from towline.common import exact_json
 from towline.common.arrays import Ids
 from towline.conversation import Finish, Message, Reply, Request, ToolCall
-from towline.engines.base import CaptureLevel, ContextExceeded, EngineInfo, EngineUnreachable, Sample, SampleRequest
+from towline.engines import server_checks
+from towline.engines.base import (
+    TRUNCATED,
+    UNPROVEN_LOGPROBS,
+    CaptureLevel,
+    ContextExceeded,
+    EngineInfo,
+    EngineUnreachable,
+    Sample,
+    SampleRequest,
+)
+from towline.engines.chat_stream import StreamAssembler
 from towline.engines.remote import ActiveTurn, HttpEngine, event_error, remaining_tokens
 from towline.engines.validation import check_sample, logprob, parsing, token_count, token_ids
 from towline.engines.version_stamp import stamp_versions
@@ -34,6 +51,7 @@ from towline.engines.weight_labels import MIXED_VERSIONS
 from towline.errors import EngineError
 from towline.tokens.tokenizer import Tokenizer
 
+log = logging.getLogger("towline.engines")
 _FINISH = {
     "stop": Finish.STOP,
     "tool_calls": Finish.STOP,
@@ -47,7 +65,11 @@ _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 _ROUTE = "/chat/completions"
 _CONTEXT = 1_000_000
 """Stands for an unknown context: the server itself refuses what does not fit."""
-_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+_NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What shapes the distribution beyond OpenAI's own parameters; servers fill in defaults of the model."""
+_NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+NOT_SENT = "top_k_not_sent"
+"""Flag of a turn whose `top_k` the server does not accept: it was sampled without."""
 
 
 class ChatServerEngine(HttpEngine):
@@ -66,13 +88,15 @@ class ChatServerEngine(HttpEngine):
         self._streams = False
         self._capture = CaptureLevel.TEXT
         self._extra: dict[str, Any] = {}
+        self._unproven = ""
+        """Why logprobs are not shown to be those of the sampling distribution; empty if they are."""
 
     async def start(self) -> None:
         """Request one token and see what the server reports."""
         probe = {"model": self._model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-        extras: list[dict[str, Any]] = [{"logprobs": True, "return_token_ids": True}, {"logprobs": True}, {}]
+        levels: list[dict[str, Any]] = [{"logprobs": True, "return_token_ids": True}, {"logprobs": True}, {}]
         refused: EngineError | None = None
-        for extra in extras:
+        for extra in [{**level, **more} for level in levels for more in (_NEUTRAL, {})]:
             try:
                 answer = await self._post({**probe, **extra})
             except EngineError as error:
@@ -84,9 +108,32 @@ class ChatServerEngine(HttpEngine):
             self._streams = await self._streams_all({**probe, **extra})
             size = self._tokenizer.size if self._tokenizer is not None else 0
             details = {"url": self.url, "model": self._model, "streams": "yes" if self._streams else "no"}
+            details["top_k"] = "sent" if "top_k" in extra else "not accepted"
+            if self._capture is not CaptureLevel.TEXT:
+                self._unproven = await self._prove_logprobs({**probe, **extra})
+                details["logprobs"] = f"unproven: {self._unproven}" if self._unproven else "processed"
+                if self._unproven:
+                    log.warning("turns at other temperatures than 1 are not trained: %s", self._unproven)
             self._info = EngineInfo("openai", self._capture, _CONTEXT, size, details)
             return
         raise EngineError(f"{self.url} does not answer chat completions: {refused}")
+
+    async def _prove_logprobs(self, probe: Mapping[str, Any]) -> str:
+        """Why the logprobs are not shown to be those of the sampling distribution; empty if they are."""
+        tops: list[dict[str, float]] = []
+        for temperature in (1.0, server_checks.TEMPERATURE):
+            body = {**probe, **_NO_PENALTIES, "temperature": temperature, "top_p": 1.0}
+            try:
+                answer = await self._post(body | {"top_logprobs": server_checks.TOP_LOGPROBS})
+            except EngineError as error:
+                return f"{self.url} does not report the logprobs of its most likely tokens: {error}"
+            with parsing(self.url, answer):
+                tops.append(_top_logprobs(answer["choices"][0]))
+        try:
+            server_checks.check_logprobs(self.url, *tops)
+        except EngineError as error:
+            return str(error)
+        return ""
 
     async def _streams_all(self, probe: Mapping[str, Any]) -> bool:
         """Whether a stream reports as much of a turn as a whole response."""
@@ -180,8 +227,11 @@ class ChatServerEngine(HttpEngine):
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
+            **_NO_PENALTIES,
             **self._extra,
         }
+        if request.top_k > 0 and "top_k" in body:
+            body["top_k"] = request.top_k
         if asked.tools:
             body["tools"] = [tool.as_function() for tool in asked.tools]
         if request.stop_strings:
@@ -215,8 +265,7 @@ class ChatServerEngine(HttpEngine):
             if all(id is not None for id in known) and len(known) + 1 >= sampled:
                 ids = np.asarray(known, np.int32)
                 flags.append("ids_from_text")
-        if turn.version != self._version:
-            flags.append(MIXED_VERSIONS)
+        flags += self._sampling_flags(turn)
         logprobs = np.asarray([value for _, value in reported], np.float32)
         if len(logprobs) != len(ids):
             if self._capture is CaptureLevel.TOKENS:
@@ -235,6 +284,22 @@ class ChatServerEngine(HttpEngine):
             reply=_reply(choice["message"], finish),
         )
 
+    def _sampling_flags(self, turn: ActiveTurn) -> list[str]:
+        """What a trainer must know of how the turn was sampled."""
+        request, flags = turn.request, []
+        sent_top_k = request.top_k > 0 and "top_k" in self._extra
+        truncated = request.top_p < 1.0 or sent_top_k
+        if request.top_k > 0 and not sent_top_k:
+            flags.append(NOT_SENT)
+        if truncated:
+            flags.append(TRUNCATED)
+        # Greedy turns have the logprobs of temperature 1.
+        if self._unproven and (truncated or request.temperature not in (0.0, 1.0)):
+            flags.append(UNPROVEN_LOGPROBS)
+        if turn.version != self._version:
+            flags.append(MIXED_VERSIONS)
+        return flags
+
     async def announce(self, version: int | None) -> int:
         """Turns that begin from here on have this version; those in flight are flagged, since they may be of both."""
         if version is None or version < self._version:
@@ -252,72 +317,15 @@ class ChatServerEngine(HttpEngine):
         raise EngineError("a chat server's weights cannot be replaced from here: pause, replace them there, resume")
 
 
-class StreamAssembler:
-    """Assembles a streamed chat completion into what the server would have sent as a whole (its first choice)."""
-
-    def __init__(self) -> None:
-        self.finished = False
-        self._fields: dict[str, Any] = {}
-        self._texts: dict[str, str] = {}
-        self._calls: dict[int, dict[str, Any]] = {}
-        self._ids: list[Any] = []
-        self._logprobs: list[Any] = []
-        self._choice: dict[str, Any] = {"index": 0}
-
-    def feed(self, event: Mapping[str, Any]) -> int:
-        """Add one event; returns how many tokens it carried, at least 1 if it carried any part of the reply."""
-        for name in ("id", "model", "usage", "prompt_token_ids"):
-            if event.get(name) is not None:
-                self._fields[name] = event[name]
-        return sum(self._add_choice(choice) for choice in event.get("choices") or () if not choice.get("index"))
-
-    def _add_choice(self, choice: Mapping[str, Any]) -> int:
-        delta = choice.get("delta") or {}
-        for name in _TEXTS:
-            if delta.get(name):
-                self._texts[name] = self._texts.get(name, "") + delta[name]
-        for call in delta.get("tool_calls") or ():
-            self._add_call(call)
-        ids, logprobs = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("content") or []
-        self._ids += ids
-        self._logprobs += logprobs
-        if choice.get("prompt_token_ids"):
-            self._fields["prompt_token_ids"] = choice["prompt_token_ids"]
-        if choice.get("finish_reason") is not None:
-            self._choice |= {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
-            self.finished = True
-        said = any(delta.get(name) for name in (*_TEXTS, "tool_calls"))
-        return len(ids) or len(logprobs) or int(said)
-
-    def _add_call(self, part: Mapping[str, Any]) -> None:
-        # Servers that send calls whole may omit the index: each is then a separate call.
-        index = part.get("index")
-        call = self._calls.setdefault(len(self._calls) if index is None else int(index), {"type": "function"})
-        if part.get("id"):
-            call["id"] = part["id"]
-        function = call.setdefault("function", {"name": "", "arguments": ""})
-        given = part.get("function") or {}
-        function["name"] = given.get("name") or function["name"]
-        function["arguments"] += given.get("arguments") or ""
-
-    def answer(self) -> dict[str, Any]:
-        """The assembled completion."""
-        message: dict[str, Any] = {"role": "assistant", "content": None, **self._texts}
-        if self._calls:
-            message["tool_calls"] = [self._calls[index] for index in sorted(self._calls)]
-        choice = {
-            **self._choice,
-            "message": message,
-            "logprobs": {"content": self._logprobs} if self._logprobs else None,
-        }
-        if self._ids:
-            choice["token_ids"] = self._ids
-        return {**self._fields, "choices": [choice]}
-
-
 def _aborted() -> Sample:
     """A turn that is sampled from scratch later: such a server cannot continue half a reply."""
     return Sample(_NONE, np.empty(0, np.float32), _NONE, Finish.ABORT, 0, prompt=_NONE)
+
+
+def _top_logprobs(choice: Mapping[str, Any]) -> dict[str, float]:
+    """The logprobs of the most likely tokens at the first position, by their text."""
+    content = (choice.get("logprobs") or {}).get("content") or [{}]
+    return {str(one["token"]): float(one["logprob"]) for one in content[0].get("top_logprobs") or ()}
 
 
 def _capture_level(answer: Mapping[str, Any]) -> CaptureLevel:

@@ -27,6 +27,7 @@ from enum import StrEnum
 from importlib import util
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import orjson
@@ -49,6 +50,7 @@ _SMALL_IDS = 32
 """Ids that any vocabulary has."""
 _TOLERANCE = 0.02
 """The largest relative difference that rounding explains, in 16-bit arithmetic too."""
+T = TypeVar("T", int, str)
 Score = Callable[[Ids, int], Awaitable[tuple[float, int, int]]]
 """The logprob of an id after a prompt, with how many prompt tokens the server counted and took from its cache."""
 _BATCH = 16
@@ -219,8 +221,11 @@ def probe_prompt(context: int, seed: int = 0) -> Ids:
     return np.random.default_rng(seed).integers(0, _SMALL_IDS, length).astype(np.int32)
 
 
-def check_logprobs(url: str, at_one: Mapping[int, float], at_probe: Mapping[int, float]) -> None:
-    """Raise unless both are logprobs of the sampling distribution: scaled by their temperature, and normalised."""
+def check_logprobs(url: str, at_one: Mapping[T, float], at_probe: Mapping[T, float]) -> None:
+    """Raise unless both are logprobs of the sampling distribution: scaled by their temperature, and normalised.
+
+    Keys are ids, or the texts of tokens. With fewer than two in common nothing can be told, which raises too.
+    """
     shared = sorted(at_one.keys() & at_probe.keys(), key=lambda id: -at_one[id])[: TOP_LOGPROBS + 1]
     if len(shared) < 2:
         raise EngineError(

@@ -23,7 +23,7 @@ from towline.common.background import BackgroundTasks
 from towline.common.crashpoints import crash_point
 from towline.config import SessionSettings
 from towline.conversation import Finish, Request
-from towline.engines.base import ContextExceeded, PoisonTurn, Sample, SampleRequest
+from towline.engines.base import UNPROVEN_LOGPROBS, ContextExceeded, PoisonTurn, Sample, SampleRequest
 from towline.engines.stalls import EngineStalled, PauseState, StallDetector
 from towline.errors import ApiError, EngineError, TowlineError
 from towline.gateway import records, sampling
@@ -248,6 +248,8 @@ class TurnExecutor:
             node.images = tuple(replace(image, start=0, length=0) for image in node.images)
         elif expanded and node.untrained is None:
             node.untrained = Untrained.PROMPT_UNKNOWN
+        if UNPROVEN_LOGPROBS in sampled.flags and node.untrained is None:
+            node.untrained = Untrained.LOGPROBS
         node.sampled = np.ascontiguousarray(sampled.ids, np.int32)
         node.logprobs = np.ascontiguousarray(sampled.logprobs, np.float32)
         node.versions = np.ascontiguousarray(sampled.versions, np.int32)

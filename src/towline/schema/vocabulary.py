@@ -94,6 +94,8 @@ class Untrained(StrEnum):
     """An engine other than the policy sampled it."""
     PROMPT_UNKNOWN = "prompt_unknown"
     """The engine did not report what the model saw in place of an image."""
+    LOGPROBS = "logprobs"
+    """The engine's logprobs are not shown to be those of the distribution that was sampled from."""
 
 
 TRAINED_ROLES: tuple[TurnRole, ...] = (TurnRole.MAIN, TurnRole.SUBAGENT, TurnRole.COMPACTION)

@@ -55,6 +55,12 @@ def trained_tokens(traces: Sequence[Trace]) -> dict[int, int]:
     return trained
 
 
+_UNPROVEN = (
+    "the engine's logprobs are not shown to be those of the distribution that was sampled from; start vLLM with "
+    "--logprobs-mode processed_logprobs, or sample at temperature 1 without top_p and top_k"
+)
+
+
 def training_counts(
     nodes: Sequence[GraphNode], roles: Mapping[GraphNode, TurnRole], trained: Mapping[int, int]
 ) -> dict[str, Any]:
@@ -83,6 +89,9 @@ def training_notes(
         whole = sum(len(node.sampled) for node in nodes if node.engine == POLICY)
         why = ", ".join(f"{name} {count:,}" for name, count in sorted(left.items()))
         notes.append(f"{total:,} of {whole:,} sampled tokens are not trained: {why}")
+    unproven = sum(node.untrained is Untrained.LOGPROBS for node in nodes)
+    if unproven:
+        notes.append(f"{unproven:,} turns are in no row: {_UNPROVEN}")
     others = report.trained_tokens - report.main_tokens
     if others > report.main_tokens:
         notes.append(f"main trains {report.main_tokens:,} tokens, the other roles {others:,}")
@@ -207,6 +216,8 @@ def _nothing_trained(nodes: Sequence[GraphNode]) -> str:
     """Why a session has no trained token."""
     if not nodes:
         return "no model call was captured"
+    if all(node.untrained is Untrained.LOGPROBS for node in nodes):
+        return _UNPROVEN
     if all(node.untrained is Untrained.FROZEN for node in nodes):
         return "every model call went to a frozen engine; map a model to the policy in session.models"
     return "no token of a trained role was sampled"
