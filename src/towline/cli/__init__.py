@@ -29,6 +29,7 @@ from towline.cli.doctor import command as doctor
 from towline.cli.installs import harness, images
 from towline.cli.serve import command as serve
 from towline.cli.serve import node_host, nodes, tenants
+from towline.cli.tasks import validate
 from towline.errors import TowlineError
 
 app = typer.Typer(
@@ -43,6 +44,7 @@ app.command("eval")(eval.evaluate)
 app.command()(generate.generate)
 app.command()(train.train)
 app.command()(trace.trace)
+app.add_typer(validate.app, name="tasks")
 app.add_typer(harness.app, name="harness")
 app.add_typer(images.app, name="images")
 app.command()(doctor.doctor)

@@ -13,11 +13,12 @@ import typer
 from rich.console import Console
 
 from towline.cli import engines, options, terminal
-from towline.cli.tasks import load_tasks
+from towline.cli.tasks import load_tasks, parse_band
 from towline.errors import ConfigError
 from towline.schema import SandboxKind, Task
 
 if TYPE_CHECKING:
+    from towline.trainers.curriculum.curriculum import Curriculum
     from towline.trainers.grpo import metrics
 
 
@@ -75,6 +76,15 @@ def train(
         int | None, typer.Option(help="Policy updates between evaluations. Default: half of --steps.", min=1)
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    sampler: Annotated[
+        str, typer.Option(help="Which task next: uniform, band, pass_rate or variance. Default: in rotation.")
+    ] = "",
+    band: Annotated[str, typer.Option(help="Pass rates of `--sampler band`, as LOW:HIGH.")] = "0.2:0.8",
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help="KIND=AMOUNT: tokens, sessions, seconds or money. Repeatable. Default: no limit."),
+    ] = None,
+    price: Annotated[str, typer.Option(help="PROMPT:SAMPLED per million tokens, for money. Default: none.")] = "",
     as_json: options.Json = False,
 ) -> None:
     """Train a model by asynchronous GRPO on the sessions of real agents.
@@ -92,6 +102,14 @@ def train(
     console = terminal.console(as_json)
     chosen = _engine(engine, upstream, upstream_model, url)
     source, measured = _tasks(tasks or [], registry, harness, option or [], trust, samples, seed, held_out, console)
+    curriculum = None
+    if sampler or budget:
+        if registry:
+            raise ConfigError("--sampler and --budget choose among TASKs; drop --registry")
+        loaded = load_tasks(tasks or [], harness, samples, option or [], console, trust=trust)
+        store_folder = out = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
+        curriculum = _curriculum(loaded, store_folder, sampler or "uniform", band, budget or [], price, samples, seed)
+        source = curriculum.task
     if measure:
         measured = load_tasks(measure, harness, 1, option or [], console, trust=trust)
     out = out or Path("runs") / time.strftime("train-%Y%m%d-%H%M%S")
@@ -121,12 +139,18 @@ def train(
             seed=seed,
         )
         at = frozenset(range(0, steps, measure_every or max(1, steps // 2)))
-        whole = TrainingRun(Grpo(client, learner, source, out, run), written, rate, measured, at)
+        whole = TrainingRun(Grpo(client, learner, source, out, run, curriculum=curriculum), written, rate, measured, at)
         shown = stack.enter_context(LiveView(console, steps))
         shown.attach(whole)
         whole.run()
     failures = whole.trainer.failures
-    _conclude(out, {**whole.as_json(), "failures": failures.as_json()}, console, as_json)
+    about: dict[str, Any] = {**whole.as_json(), "failures": failures.as_json()}
+    if curriculum is not None:
+        spent = curriculum.spending()
+        about["budget"] = curriculum.budget.as_json(spent)
+        if left := curriculum.budget.line(spent):
+            console.print(f"Left of the budget: {left}", highlight=False)
+    _conclude(out, about, console, as_json)
     terminal.exit_on_failures(failures, max_failed)
 
 
@@ -152,6 +176,24 @@ def _tasks(
         raise ConfigError("no tasks to train on; give some, or --registry")
     loaded = load_tasks(paths, harness, samples, option, console, trust=trust)
     return lambda n: loaded[n % len(loaded)], []
+
+
+def _curriculum(
+    tasks: list[Task], out: Path, sampler: str, band: str, budget: list[str], price: str, samples: int, seed: int
+) -> Curriculum:
+    """Which task next, from a store in the run's folder; a resumed run continues with it."""
+    from towline.trainers.curriculum.budget import Budget
+    from towline.trainers.curriculum.curriculum import Curriculum
+    from towline.trainers.curriculum.samplers import SamplerName, SamplerOptions
+    from towline.trainers.curriculum.store import CurriculumStore
+
+    if sampler not in list(SamplerName):
+        raise ConfigError(f"--sampler {sampler!r} is not known; samplers: {', '.join(SamplerName)}")
+    low, high = parse_band(band)
+    limits = Budget.parse(budget, price)
+    out.mkdir(parents=True, exist_ok=True)
+    options = SamplerOptions(group=samples, low=low, high=high)
+    return Curriculum(tasks, CurriculumStore(out), SamplerName(sampler), options, limits, seed)
 
 
 def _engine(engine: str | None, upstream: list[str] | None, upstream_model: str | None, url: str | None) -> list[str]:

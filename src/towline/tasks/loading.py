@@ -206,7 +206,7 @@ def load_tasks(
     tasks: list[Task] = []
     origin: dict[str, str] = {}
     for path in map(Path, paths):
-        for place, task in _at(path, defaults):
+        for place, task in load_at(path, defaults):
             if task.task_id in origin:
                 raise TaskError(f"{place}: the task id {task.task_id!r} is already used by {origin[task.task_id]}")
             origin[task.task_id] = place
@@ -214,7 +214,7 @@ def load_tasks(
     return tasks
 
 
-def _at(path: Path, defaults: TaskDefaults) -> list[tuple[str, Task]]:
+def load_at(path: Path, defaults: TaskDefaults) -> list[tuple[str, Task]]:
     """The tasks at a path that the user names, which may be a link."""
     if path.is_dir():
         if (path / harbor.FILE).is_file():

@@ -33,8 +33,14 @@ def oracle_task(task: Task, trust: Collection[Grant] = ()) -> Task:
         files = [File(target=f"{SOLUTION_PATH}/solution.patch", text=str(task.metadata["solution_patch"]))]
         reverse = "-R " if task.metadata.get("solution_reversed") else ""
         commands, env = [f"git apply {reverse}{SOLUTION_PATH}/solution.patch"], {}
+    elif isinstance(task.metadata.get("solution_script"), str):
+        files = [File(target=f"{SOLUTION_PATH}/solve.sh", text=task.metadata["solution_script"])]
+        commands, env = [f"sh {SOLUTION_PATH}/solve.sh"], {}
     else:
-        raise TaskError(f"task {task.task_id} has no solution: only Harbor folders and SWE-bench rows have one")
+        raise TaskError(
+            f"task {task.task_id} has no solution: Harbor folders and SWE rows have one, other tasks may have "
+            "`solution_script` in their metadata"
+        )
     environment = task.environment.model_copy(
         update={"files": [*task.environment.files, *files], "env": {**task.environment.env, **env}}
     )

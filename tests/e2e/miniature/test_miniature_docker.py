@@ -21,7 +21,7 @@ PACKAGES = (
     "base-files", "bash", "coreutils", "dash", "diffutils", "findutils", "gcc", "git", "grep", "libc-bin", "libc6-dev", "mawk",
     "nodejs", "python3", "sed", "tar",
 )  # fmt: skip
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from towline.common.crashpoints import crash_point
 from towline.errors import TowlineError
 from towline.schema import ConsumerPace, FailureTally, Reward, SessionState, Stale, Task, Trajectory, Unit
 from towline.trainers.advantages import turn_rewards
+from towline.trainers.curriculum.curriculum import Curriculum
 from towline.trainers.grpo.learner import Learner, UpdateReport
 
 log = logging.getLogger("towline.trainers")
@@ -129,6 +130,8 @@ class Grpo:
     settings: GrpoSettings
     doing: Callable[[str], None] = lambda status: None
     """Called with a line of status text for display."""
+    curriculum: Curriculum | None = None
+    """Counts every delivered group, and ends the run when its budget is used up."""
     submitted: int = 0
     consumed: int = 0
     dropped: int = 0
@@ -146,8 +149,13 @@ class Grpo:
     def run(self) -> None:
         """Run until `settings.steps` updates are done; resumes from the checkpoint if there is one."""
         self.start()
-        while self.learner.version < self.settings.steps:
+        while self.learner.version < self.settings.steps and not self.exhausted:
             self.step()
+
+    @property
+    def exhausted(self) -> str:
+        """The limit of the budget that is used up; empty if none is."""
+        return self.curriculum.exhausted() if self.curriculum is not None else ""
 
     def start(self) -> None:
         """Load the checkpoint, acknowledge the results it used, and push its weights to the engine."""
@@ -269,6 +277,8 @@ class Grpo:
                     continue
                 used.append(delivered.result_id)
                 self._tally(delivered)
+                if self.curriculum is not None:
+                    self.curriculum.observe(delivered, int(delivered.task_id.rpartition("/")[2]))
                 if not delivered.sessions:
                     self.incomplete += 1
                     self._failed.append(delivered.task_id)

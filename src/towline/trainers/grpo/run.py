@@ -72,14 +72,14 @@ class TrainingRun:
         trainer.start()
         # A resumed run measures its checkpoint's weights again, but leaves what it already wrote about them.
         self._measure(write=not self.metrics.measured(trainer.learner.version))
-        while trainer.learner.version < steps:
+        while trainer.learner.version < steps and not trainer.exhausted:
             for group in trainer.learner.optimiser.param_groups:
                 group["lr"] = self.rate * rate_factor(trainer.learner.version, steps)
             self.last = trainer.step()
             version = trainer.learner.version
             self.metrics.write(version, self.last.as_json())
             self.on_step(self.last)
-            if version == steps or version in self.measure_at:
+            if version == steps or version in self.measure_at or trainer.exhausted:
                 self._measure()
         self.pacing = trainer.pacing()
 

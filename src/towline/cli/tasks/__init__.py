@@ -37,6 +37,18 @@ def parse_options(given: Sequence[str], harness: str = "") -> dict[str, Any]:
     return found
 
 
+def parse_band(text: str) -> tuple[float, float]:
+    """A band of pass rates, `LOW:HIGH`."""
+    low, colon, high = text.partition(":")
+    try:
+        found = float(low), float(high)
+    except ValueError:
+        found = 1.0, 0.0
+    if not colon or not 0 <= found[0] <= found[1] <= 1:
+        raise ConfigError(f"--band {text!r} is not of the form LOW:HIGH with 0 <= LOW <= HIGH <= 1")
+    return found
+
+
 def load_tasks(
     paths: Sequence[str],
     harness: str,

@@ -1,0 +1,1 @@
+"""Which task next: pass rates by task and policy version, samplers over them, and budgets."""
