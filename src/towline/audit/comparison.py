@@ -24,6 +24,7 @@ from towline.audit.conversion import ConvertedRequest, SeenReplies, convert, mer
 from towline.audit.engine import EngineCall, ScriptedReply
 from towline.audit.families import ReplyFormat
 from towline.audit.oracle import HfMessage, Oracle, TemplateRefused
+from towline.common.patterns import compile_pattern
 
 MIN_COMPARED_SHARE = 0.9
 """Share of turns that must be compared."""
@@ -132,7 +133,7 @@ class PromptChecker:
         self.plain_text = plain_text
         self.image_text = image_text
         self.seen = SeenReplies()
-        self._noise = [re.compile(pattern) for pattern in settings.get("noise", ())]
+        self._noise = [compile_pattern(pattern) for pattern in settings.get("noise", ())]
         self._shown: list[HfMessage] = []
         """The messages of the last request as shown to the model."""
         self._requests: dict[int, _Request] = {}

@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from towline.config.budgets import SessionBudgets
+from towline.common.patterns import compile_pattern
 from towline.config.cluster import ClusterSettings
 from towline.config.egress import EgressSettings
 from towline.config.found_file import VARIABLE, check_found_file
@@ -73,7 +74,7 @@ class RoleRule(Section):
     model: str | None = None
     """Glob of the model name."""
     system: str | None = None
-    """Regular expression searched in the system prompt."""
+    """Regular expression (RE2) searched in the system prompt."""
     tools: str | None = None
     """Glob that matches the name of a declared tool; empty: the call declares no tools."""
 
@@ -88,15 +89,8 @@ class RoleRule(Section):
     @field_validator("system")
     @classmethod
     def _pattern_compiles(cls, pattern: str | None) -> str | None:
-        _compiled(pattern or "")
+        compile_pattern(pattern or "")
         return pattern
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
 class SessionSettings(Section):
@@ -107,7 +101,7 @@ class SessionSettings(Section):
     capture: Literal["exact", "plain"] = "exact"
     vanishing: Literal["fork", "keep"] = "fork"
     noise: tuple[str, ...] = ()
-    """Regular expressions for text that changes on every call and carries no meaning."""
+    """Regular expressions (RE2) for text that changes on every call and carries no meaning."""
     trained_roles: tuple[TurnRole, ...] = tuple(TRAINED_ROLES)
     roles: tuple[RoleRule, ...] = ()
     """Roles by model name, system prompt or tools; the first matching rule wins. `docs/roles.md` has the rules for all
@@ -138,7 +132,7 @@ class SessionSettings(Section):
     @classmethod
     def _patterns_compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
         for pattern in patterns:
-            _compiled(pattern)
+            compile_pattern(pattern)
         return patterns
 
 

@@ -16,15 +16,21 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from towline.errors import TowlineError
+from towline.evaluators.failures import AgentCaused, EvaluationError
 from towline.sandboxes.base import Sandbox
 from towline.schema import Reward, Task, Trajectory
 
-
-class EvaluationError(TowlineError):
-    """The evaluator could not determine a score."""
-
-    failure = "evaluator"
+__all__ = [
+    "AgentCaused",
+    "EvalContext",
+    "EvalInputs",
+    "EvaluationError",
+    "Evaluator",
+    "EvaluatorOptions",
+    "RunOutcome",
+    "Seconds",
+    "StepEvaluator",
+]
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from towline.common import exact_json
+from towline.common.patterns import compile_pattern
 from towline.config import RoleRule, SamplingSettings
 from towline.conversation import Answer, Finish, Message, Reply, Request, Sampling, TokenLogprob, Tool, ToolCall, Usage
 from towline.engines.base import Engine, Ids, Sample, SampleRequest
@@ -69,7 +69,7 @@ def _rule_matches(rule: RoleRule, request: Request) -> bool:
         return False
     if rule.system is not None:
         leading = takewhile(lambda message: message.role == "system", request.messages)
-        if not re.search(rule.system, "\n".join(message.text for message in leading)):
+        if not compile_pattern(rule.system).search("\n".join(message.text for message in leading)):
             return False
     if rule.tools is None:
         return True

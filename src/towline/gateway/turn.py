@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import numpy as np
 
 from towline.common.background import BackgroundTasks
 from towline.common.crashpoints import crash_point
+from towline.common.patterns import compile_pattern
 from towline.config import SessionSettings
 from towline.conversation import Finish, Request
 from towline.engines.base import UNPROVEN_LOGPROBS, ContextExceeded, PoisonTurn, Sample, SampleRequest
@@ -74,7 +74,7 @@ class TurnExecutor:
     ):
         self.planning = asyncio.Lock()
         """Held while a request is read or planned, and while a turn changes the graph."""
-        self.noise = tuple(re.compile(pattern) for pattern in settings.noise)
+        self.noise = tuple(map(compile_pattern, settings.noise))
         self.graph = Graph(self.noise)
         self.calls = CallLog()
         self.inflight = InflightTurns()

@@ -8,12 +8,12 @@ graph as sampled, unless the context policy wants what the template would show. 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from towline.common.arrays import Ids
+from towline.common.patterns import TextPattern
 from towline.conversation import Finish, Message, Request
 from towline.schema import POLICY, ContextPolicy, ForkReason
 from towline.tokens.codec import CannotContinue, ModelCodec, RenderContext
@@ -50,7 +50,7 @@ class Planner:
         policy: ContextPolicy = ContextPolicy.RETAIN,
         vanishing: VanishingPolicy = VanishingPolicy.FORK,
         capture: PromptMode = PromptMode.EXACT,
-        noise: Sequence[re.Pattern[str]] = (),
+        noise: Sequence[TextPattern] = (),
         engine: str = POLICY,
     ):
         self.codec = codec

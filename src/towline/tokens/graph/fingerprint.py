@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 
+from towline.common.patterns import TextPattern
 from towline.conversation import Message, Tool
 
 _THINK = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
@@ -46,7 +47,7 @@ def _normalize(value: Any) -> Any:
     return value
 
 
-def normalized_text(message: Message, noise: Sequence[re.Pattern[str]] = ()) -> str:
+def normalized_text(message: Message, noise: Sequence[TextPattern] = ()) -> str:
     """The text that counts for the fingerprint, without `noise`."""
     text = message.text
     if "\r" in text:
@@ -58,14 +59,14 @@ def normalized_text(message: Message, noise: Sequence[re.Pattern[str]] = ()) -> 
     return text.strip()
 
 
-def of(message: Message, noise: Sequence[re.Pattern[str]] = ()) -> bytes:
+def of(message: Message, noise: Sequence[TextPattern] = ()) -> bytes:
     """The fingerprint of a message, cached on the message. `noise` is fixed per session."""
     if message.fingerprint is None:
         message.fingerprint = _compute(message, noise)
     return message.fingerprint
 
 
-def _compute(message: Message, noise: Sequence[re.Pattern[str]]) -> bytes:
+def _compute(message: Message, noise: Sequence[TextPattern]) -> bytes:
     digest = blake2b(message.role.encode(), digest_size=_SIZE)
     text = normalized_text(message, noise).encode("utf-8", "surrogatepass")
     digest.update(b"\x00%d\x00" % len(text))

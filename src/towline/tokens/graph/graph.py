@@ -9,7 +9,6 @@ rolling fingerprint of its request, and by that of its request with its reply.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from towline.common.arrays import Floats, Ids
 from towline.common.images import PlacedImage
+from towline.common.patterns import TextPattern
 from towline.conversation import Finish, Hints, Message, Reply
 from towline.errors import FidelityError
 from towline.schema import POLICY, ForkReason, Untrained
@@ -217,7 +217,7 @@ _HAND_OVER = (ForkReason.TOOLS_CHANGED, ForkReason.SYSTEM_CHANGED, ForkReason.MO
 class Graph:
     """All turns of one session, with the indexes that find them again."""
 
-    def __init__(self, noise: Sequence[re.Pattern[str]] = ()) -> None:
+    def __init__(self, noise: Sequence[TextPattern] = ()) -> None:
         self.noise = tuple(noise)
         self.nodes: list[GraphNode] = []
         self.by_id: dict[str, GraphNode] = {}

@@ -7,10 +7,10 @@ that no request continues, is `discarded` whatever its conversation. docs/roles.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from towline.common.patterns import TextPattern
 from towline.conversation import Message
 from towline.schema import ForkReason, Trajectory, Turn, TurnRole, Untrained
 from towline.tokens.graph import fingerprint
@@ -304,7 +304,7 @@ def _comes_after(node: GraphNode, before: GraphNode) -> bool:
 class _Content:
     """The content of some conversations, to be found in the requests of another."""
 
-    def __init__(self, noise: Sequence[re.Pattern[str]], turns: Sequence[GraphNode]):
+    def __init__(self, noise: Sequence[TextPattern], turns: Sequence[GraphNode]):
         replies = [node.reply for node in turns if node.reply is not None]
         self._noise = noise
         self._replies = {node.reply_fingerprint for node in turns if node.reply_fingerprint}
