@@ -4,8 +4,8 @@ The promise: whatever the text, the process that asked keeps its event loop, its
 exceeds a limit raises `LimitExceeded`, which the caller attributes to the author of the input, never to the infrastructure.
 
 A worker is reused; one that exceeds a limit is killed by its pid and replaced. It starts with a bare environment, no
-descriptor but its two pipes, a lower priority, and cannot write files. Only functions of this package can be named, arguments
-and results are plain data (`worker_child.encode`), and nothing is unpickled. An error of the function that is a
+descriptor but its two pipes, a lower priority, and cannot write files. Only functions of this package can be named,
+arguments and results are plain data (`worker_child.encode`), and nothing is unpickled. An error of the function that is a
 `TowlineError` is raised here as itself; any other as `WorkerError`.
 
 Keep functions for workers in modules that import little: a worker loads them at their first call.
@@ -84,6 +84,12 @@ async def run_async(limits: WorkerLimits, function: Callable[P, T], *arguments: 
     """`run_within` without blocking the event loop, nor a thread that other work needs."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_pool.threads, lambda: run_within(limits, function, *arguments, **keywords))
+
+
+async def in_thread(function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """A function that calls `run` several times, in a thread of its own."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_pool.threads, lambda: function(*arguments, **keywords))
 
 
 class _Worker:

@@ -10,92 +10,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from towline.common import workers
+from towline.common.workers import LimitExceeded
 from towline.evaluators import eval_inputs
-from towline.evaluators.answers.compare import AnswerComparison, SympyComparison
-from towline.evaluators.base import EvalContext, EvalInputs, EvaluatorOptions, RunOutcome, Seconds
+from towline.evaluators.answers.compare import SympyComparison
+from towline.evaluators.answers.extraction import (
+    MAX_ANSWER_CHARS,
+    AnswerLocation,
+    extract_answer,
+    judge_answer,
+    shorter_candidates,
+)
+from towline.evaluators.base import AgentCaused, EvalContext, EvalInputs, EvaluatorOptions, RunOutcome, Seconds
 from towline.evaluators.eval_inputs import regular_files
 from towline.sandboxes.base import Sandbox
 from towline.schema import Reward, Task
 from towline.schema.entities import InsidePath
 
-MAX_ANSWER_CHARS = 2000
-"""Longest answer, in characters."""
-_BOXES = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{]))")
-_LABEL = re.compile(
-    r"(?:(?:the\s+)?(?:final|correct)\s+answer|(?<![\w])answer)\s*(?:is\b|[:=])\s*[:=]?\s*", re.IGNORECASE
-)
-_MARKS = re.compile(r"^(?:[\s>*_#`]|[-+]\s)+|[\s*_`]+$")
+__all__ = [
+    "MAX_ANSWER_CHARS",
+    "AnswerEvaluator",
+    "AnswerLocation",
+    "AnswerOptions",
+    "extract_answer",
+    "shorter_candidates",
+]
 
-
-class AnswerLocation(StrEnum):
-    """Where in a message the answer was found."""
-
-    BOXED = "boxed"
-    """In the last `\\boxed{}`."""
-    LABELLED = "labelled"
-    """After the last `answer:` or `the final answer is`."""
-    LAST_LINE = "last_line"
-    """In the last line."""
-
-
-def extract_answer(text: str) -> tuple[str, AnswerLocation] | None:
-    """The answer and its location; `None` if there is no text at all."""
-    if (boxed := _last_box(text)) is not None:
-        return boxed.strip()[:MAX_ANSWER_CHARS], AnswerLocation.BOXED
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
-        return None
-    labels = list(_LABEL.finditer(text))
-    if labels:
-        rest = text[labels[-1].end() :]
-        # Markup may separate the label from the answer, which may also be on the next line.
-        line = next((line for line in rest.splitlines() if line.strip(" *_`#>-")), "")
-        if line:
-            return _plain(line)[:MAX_ANSWER_CHARS], AnswerLocation.LABELLED
-    return _plain(lines[-1])[:MAX_ANSWER_CHARS], AnswerLocation.LAST_LINE
-
-
-def shorter_candidates(line: str) -> list[str]:
-    """Candidates for the answer in a sentence, most likely first: after its last `=` or `is`, its only number."""
-    found = []
-    for mark in ("=", " is ", " are ", ": "):
-        _, there, after = line.rpartition(mark)
-        if there and after.strip():
-            found.append(_plain(after))
-    numbers = re.findall(r"(?<![\w.])[-+]?\$?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d+)?%?", line)
-    if len(numbers) == 1:
-        found.append(numbers[0].rstrip(","))
-    return found
-
-
-def _last_box(text: str) -> str | None:
-    boxes = list(_BOXES.finditer(text))
-    if not boxes:
-        return None
-    last = boxes[-1]
-    if not last[0].endswith("{"):
-        return text[last.end() : last.end() + 1]
-    depth = 1
-    for index in range(last.end(), min(len(text), last.end() + 4 * MAX_ANSWER_CHARS)):
-        character = text[index]
-        if text[index - 1] == "\\" and character in "{}":
-            continue
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[last.end() : index]
-    return None
-
-
-def _plain(line: str) -> str:
-    """A line without markup for emphasis, quotes and lists, and without a final full stop."""
-    line = _MARKS.sub("", line).strip()
-    return re.sub(r"(?<=[^.])\.$", "", line).strip()
+MAX_MESSAGE_CHARS = 1_000_000
+"""Characters at the end of a message in which the answer is looked for."""
+_MOST_ROUNDS = 8
+_MOST_PAIRS = 16
+"""Comparisons by sympy per answer."""
 
 
 def _texts(value: Any) -> Any:
@@ -117,6 +66,8 @@ class AnswerOptions(EvaluatorOptions):
     """Relative tolerance, used where a side is a decimal or irrational."""
     strict: bool = False
     """Accept only a boxed or labelled answer, not the last line."""
+    lenient: bool = False
+    """Also accept the only number of a sentence that denies or hedges it: `not 5` then is 5. Never for training."""
     symbolic: bool = True
     seconds: Seconds = 10.0
     """CPU seconds per comparison by sympy."""
@@ -145,40 +96,46 @@ class AnswerEvaluator:
         text = outcome.answer
         if self.options.file:
             archive = inputs.archives.get(self.options.file)
-            files = regular_files(archive, self.options.file) if archive is not None else {}
+            files = await regular_files(archive, self.options.file) if archive is not None else {}
             text = files.get(self.options.file, b"").decode("utf-8", "replace")
-        right, details = await asyncio.to_thread(self.score, text)
+        try:
+            right, details = await workers.in_thread(self.score, text)
+        except LimitExceeded as error:
+            inputs.findings.append(("hostile_text", f"the answer: {error}"))
+            raise AgentCaused(f"the answer cannot be read: {error}") from error
+        if details["hedged"]:
+            inputs.findings.append(("hedged_answer", str(details["found"])))
         await asyncio.to_thread((context.logs / "answer.json").write_text, json.dumps(details, indent=1) + "\n")
         components = {"answered": float(details["found"] is not None)}
         return Reward(value=float(right), components=components, evaluator=self.kind)
 
     def score(self, text: str) -> tuple[bool, dict[str, Any]]:
-        """Whether the text gives an expected answer, and the details for the log."""
-        symbolic = SympyComparison(self.options.seconds)
-        compare = AnswerComparison(
-            self.options.tolerance, symbolic if self.options.symbolic else lambda one, two: False
-        )
-        found = extract_answer(text)
-        details: dict[str, Any] = {
-            "expected": self.options.answer,
-            "found": None,
-            "where": None,
+        """Whether the text gives an expected answer, and the details for the log.
+
+        The text is read in a worker, which never sees sympy; sympy compares trees in a process of its own.
+        """
+        options = self.options
+        symbolic = SympyComparison(options.seconds)
+        decided: dict[tuple[Any, Any], bool] = {}
+        for _ in range(_MOST_ROUNDS):
+            right, found, where, pairs, hedges = workers.run(
+                judge_answer,
+                text[-MAX_MESSAGE_CHARS:],
+                options.answer,
+                options.tolerance,
+                options.strict,
+                options.lenient,
+                list(decided.items()),
+            )
+            if right or not pairs or not options.symbolic or symbolic.asked >= _MOST_PAIRS:
+                break
+            for pair in pairs[:_MOST_PAIRS]:
+                decided[pair] = symbolic(*pair)
+        details = {
+            "expected": options.answer,
+            "found": found,
+            "where": where,
             "notes": symbolic.notes,
+            "hedged": hedges,
         }
-        if found is None or (self.options.strict and found[1] is AnswerLocation.LAST_LINE):
-            return False, details
-        candidates = [found[0]]
-        if found[1] is not AnswerLocation.BOXED:
-            candidates += shorter_candidates(found[0])
-        details |= {"found": found[0], "where": found[1].value}
-        for candidate in candidates:
-            for expected in self.options.answer:
-                if compare.equal(_boxless(expected), candidate):
-                    return True, details
-        return False, details
-
-
-def _boxless(expected: str) -> str:
-    """An expected answer without the `\\boxed{}` that some rows wrap it in."""
-    found = extract_answer(expected) if "boxed" in expected else None
-    return found[0] if found else expected
+        return right, details

@@ -42,6 +42,12 @@ class EvalInputs:
     patch: bytes = b""
     notes: list[str] = field(default_factory=list)
     """For the session's notes: what was left out, and files of the verifier's that the agent changed."""
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    """For the suspicion report: a name of `suspicion.Cheat`, and what was found."""
+    loaded: list[str] = field(default_factory=list)
+    """Paths that an interpreter or a test runner may load by their name."""
+    native: tuple[str, ...] = ()
+    """Names of modules that the clean sandbox has in the same folders; known once the inputs are placed."""
 
 
 @dataclass(slots=True)
@@ -69,6 +75,11 @@ class EvalContext(Protocol):
     @property
     def logs(self) -> Path:
         """A folder on the host, kept with the session, for the verifier's output."""
+        ...
+
+    @property
+    def findings(self) -> list[tuple[str, str]]:
+        """For the suspicion report, besides those of `EvalInputs`."""
         ...
 
     def sandbox(self) -> AbstractAsyncContextManager[Sandbox]:

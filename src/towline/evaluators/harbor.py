@@ -19,9 +19,21 @@ from typing import Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
+from towline.common import workers
+from towline.common.workers import LimitExceeded
 from towline.evaluators import eval_inputs, rewards
-from towline.evaluators.base import EvalContext, EvalInputs, EvaluationError, EvaluatorOptions, RunOutcome, Seconds
+from towline.evaluators.base import (
+    AgentCaused,
+    EvalContext,
+    EvalInputs,
+    EvaluationError,
+    EvaluatorOptions,
+    RunOutcome,
+    Seconds,
+)
+from towline.evaluators.hostile import score_text
 from towline.evaluators.sandbox_io import put_folder, read_regular_file
+from towline.evaluators.verifier_run import run_verifier
 from towline.sandboxes.base import Sandbox, SandboxError, execute
 from towline.sandboxes.files import archives
 from towline.schema import Reward, Task
@@ -32,6 +44,8 @@ LOGS = "/logs/verifier"
 ARTIFACTS = "/logs/artifacts"
 """Files that the agent leaves here are always copied to the evaluation."""
 SOLUTION = "/solution"
+BROUGHT = (TESTS, LOGS, SOLUTION)
+PRELOAD = "/etc/ld.so.preload"
 OUTPUT = "test-stdout.txt"
 _NO_ROOT = 77
 _LOG_BYTES = 32 * 1024 * 1024
@@ -68,6 +82,8 @@ class HarborOptions(EvaluatorOptions):
     """Folders on the node whose files must not be in the agent's sandbox under any name."""
     steps: list[HarborStep] = Field(default_factory=list)
     strategy: Literal["mean", "final"] = "mean"
+    keep_git: bool = False
+    """Carry git's configuration and hooks too, for tasks about them: the verifier's git then runs the agent's programs."""
 
     @model_validator(mode="after")
     def _tests_are_set(self) -> Self:
@@ -107,10 +123,15 @@ class HarborEvaluator:
     async def _collect(self, sandbox: Sandbox, task: Task, steps: int) -> EvalInputs:
         """What is scored after the first `steps` steps."""
         declared = [*self.options.artifacts, *(path for step in self.options.steps[:steps] for path in step.artifacts)]
-        inputs = await eval_inputs.collect_inputs(sandbox, [task.environment.workdir, *declared])
-        artifacts = await eval_inputs.collect_inputs(sandbox, [ARTIFACTS])
+        keep_git = self.options.keep_git
+        paths = [task.environment.workdir, *declared]
+        inputs = await eval_inputs.collect_inputs(sandbox, paths, brought=BROUGHT, keep_git=keep_git)
+        artifacts = await eval_inputs.collect_inputs(sandbox, [ARTIFACTS], brought=BROUGHT, keep_git=keep_git)
+        inputs.archives = {**inputs.archives, **artifacts.archives}
+        inputs.findings += artifacts.findings
+        inputs.loaded += artifacts.loaded
         # Artifacts are optional: a missing folder is not worth a note.
-        return EvalInputs({**inputs.archives, **artifacts.archives}, notes=inputs.notes)
+        return inputs
 
     async def evaluate(self, context: EvalContext, outcome: RunOutcome, inputs: EvalInputs) -> Reward:
         options = self.options
@@ -133,6 +154,7 @@ class HarborEvaluator:
             raise EvaluationError(f"step {step.name} cannot be evaluated: the agent's sandbox is gone")
         inputs = EvalInputs() if self.shared else await self._collect(sandbox, context.task, index + 1)
         found = await self._verify_step(context, inputs, step)
+        context.findings.extend(inputs.findings)
         if self.shared:
             await self._clear(sandbox)
         return found, step.suffices(found)
@@ -157,6 +179,7 @@ class HarborEvaluator:
                 if used is None:
                     raise EvaluationError("the task is evaluated in the agent's own sandbox, which is gone")
                 sandbox = used
+                await self._disarm(sandbox, inputs)
             else:
                 sandbox = await stack.enter_async_context(context.sandbox())
             await self._clear(sandbox)
@@ -165,8 +188,18 @@ class HarborEvaluator:
             for folder in tests:
                 await put_folder(sandbox, Path(folder), TESTS)
             script = f"chmod +x {TESTS}/test.sh && exec {TESTS}/test.sh >{LOGS}/{OUTPUT} 2>&1"
-            user = self.options.user or None
-            done = await execute(sandbox, ("sh", "-c", script), env=env, user=user, seconds=seconds)
+            run = await run_verifier(
+                sandbox,
+                ("sh", "-c", script),
+                inputs=inputs,
+                brought=BROUGHT,
+                env=env,
+                user=self.options.user,
+                seconds=seconds,
+                shared=[context.task.environment.workdir] if self.shared else (),
+            )
+            done = run.result
+            inputs.findings += run.findings
             # Processes that the agent's work started must not keep running, and must not write a score.
             await sandbox.kill()
             said = await self._keep_logs(sandbox, logs)
@@ -174,12 +207,25 @@ class HarborEvaluator:
                 raise EvaluationError(f"the tests timed out after {seconds:g} seconds")
             try:
                 as_json = await read_regular_file(sandbox, f"{LOGS}/reward.json")
-                return rewards.reward_files(as_json, await read_regular_file(sandbox, f"{LOGS}/reward.txt"))
+                as_text = await read_regular_file(sandbox, f"{LOGS}/reward.txt")
+                return await workers.run_async(workers.DEFAULT_LIMITS, score_text.reward_files, as_json, as_text)
+            except LimitExceeded as error:
+                inputs.findings.append(("hostile_text", f"the reward file: {error}"))
+                raise AgentCaused(f"the reward file cannot be read: {error}") from error
             except EvaluationError as error:
                 output = (said or done.text)[-500:].strip()
                 raise EvaluationError(
                     f"{error}; test.sh exited with code {done.code} and printed: {output or 'nothing'}"
                 ) from error
+
+    async def _disarm(self, sandbox: Sandbox, inputs: EvalInputs) -> None:
+        """In the agent's own sandbox: no library is loaded into every program, and the report says what remains."""
+        inputs.findings.append(("shared_sandbox", "programs, libraries and caches are as the agent left them"))
+        with contextlib.suppress(SandboxError, archives.ArchiveError):
+            archive = await sandbox.get(PRELOAD, max_bytes=1024 * 1024)
+            if archives.read_file(archive, "").strip():
+                inputs.findings.append(("loader_preload", PRELOAD))
+            await sandbox.put(archives.pack({PRELOAD.lstrip("/"): b""}), "/")
 
     async def _clear(self, sandbox: Sandbox) -> None:
         """Remove earlier reward files and tests, and links in their place, before the verifier writes its own."""

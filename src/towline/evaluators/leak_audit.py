@@ -190,6 +190,16 @@ SYSTEM_PATTERNS = (
     "/usr/lib/python3*/*",
     "/usr/local/lib/python3*/*",
     "/etc/ld.so.preload",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d/*",
+    "/etc/gitconfig",
+    "/etc/environment",
+    "/etc/profile.d/*",
+    "/root/.bashrc",
+    "/root/.profile",
+    "/root/.gitconfig",
+    "/root/.local/lib/python3*/*",
+    "/opt/*/lib/python3*/*",
     "/etc/profile",
     "/etc/bash.bashrc",
     "/tests",
@@ -253,9 +263,11 @@ async def audit_before_run(sandbox: Sandbox, task: Task, evaluator: Evaluator) -
     return problems
 
 
-async def audit_after_run(sandbox: Sandbox, task: Task, evaluator: Evaluator) -> list[str]:
-    """Files that the verifier relies on and the agent changed. For information: the evaluation uses none of them unless
-    the task asks to be evaluated in the agent's own sandbox."""
+async def audit_after_run(
+    sandbox: Sandbox, task: Task, evaluator: Evaluator, findings: list[tuple[str, str]] | None = None
+) -> list[str]:
+    """Files that the verifier relies on and the agent changed, also as findings. For information: the evaluation uses none
+    of them unless the task asks to be evaluated in the agent's own sandbox."""
     before = _before.pop(sandbox.id, {})
     try:
         after = await _relied_on(sandbox, task, evaluator)
@@ -269,9 +281,17 @@ async def audit_after_run(sandbox: Sandbox, task: Task, evaluator: Evaluator) ->
     touched |= {path: ChangeKind.DELETED for path in before if path not in after}
     if not touched:
         return []
+    if findings is not None:
+        findings += [(_finding(path), f"{path} ({kind})") for path, kind in sorted(touched.items())]
     named = ", ".join(f"{path} ({kind})" for path, kind in sorted(touched.items())[:_NAMED])
     more = f" and {len(touched) - _NAMED} more" if len(touched) > _NAMED else ""
     return [f"the agent changed files that the verifier relies on: {named}{more}"]
+
+
+def _finding(path: str) -> str:
+    if path == "/etc/ld.so.preload":
+        return "loader_preload"
+    return "changed_programs" if any(fnmatchcase(path, pattern) for pattern in SYSTEM_PATTERNS) else "edited_tests"
 
 
 def _searched(task: Task) -> Sequence[str]:

@@ -10,26 +10,39 @@ named test is an error. Otherwise the exit code decides.
 from __future__ import annotations
 
 import asyncio
+import posixpath
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, ParamSpec, TypeVar
 
 from pydantic import Field
 
+from towline.common import workers
+from towline.common.workers import LimitExceeded
 from towline.evaluators import eval_inputs, repository_changes, testlogs
-from towline.evaluators.base import EvalContext, EvalInputs, EvaluationError, EvaluatorOptions, RunOutcome, Seconds
+from towline.evaluators.base import (
+    AgentCaused,
+    EvalContext,
+    EvalInputs,
+    EvaluationError,
+    EvaluatorOptions,
+    RunOutcome,
+    Seconds,
+)
 from towline.evaluators.repository_changes import (
     TEST_PATTERNS,
     RepositoryChange,
     TestFileMatcher,
     apply_diff,
-    diff_by_git,
-    diff_of_tree,
+    change_of_tree,
+    collect_repository,
 )
-from towline.evaluators.sandbox_io import put_files, run_logged
+from towline.evaluators.sandbox_io import put_files
 from towline.evaluators.swe import eval_script, expected_results, swebench_grading
-from towline.evaluators.swe.concealment import START_REF
 from towline.evaluators.swe.swebench_grading import SwebenchOptions
-from towline.sandboxes.base import CommandResult, Sandbox
+from towline.evaluators.testlogs import CaseResult, TestLog
+from towline.evaluators.verifier_run import VerifierRun, run_verifier
+from towline.sandboxes.base import Sandbox
 from towline.schema import File, LogFormat, Reward, Task
 from towline.schema.entities import InsidePath
 
@@ -103,27 +116,30 @@ class PatchEvaluator:
 
     async def collect(self, sandbox: Sandbox, task: Task) -> EvalInputs:
         repository = self.repository(task)
-        start = START_REF if self.options.conceal else self.options.base
-        if start:
-            diff = await diff_by_git(sandbox, repository, start)
-            if diff is not None:
-                return EvalInputs(patch=diff)
-        return await eval_inputs.collect_inputs(sandbox, [repository])
+        brought = [posixpath.join(repository, name) for name in self._brought(repository)]
+        return await collect_repository(sandbox, repository, brought)
+
+    def _brought(self, repository: str) -> list[str]:
+        """The verifier's own files in the repository, relative to it."""
+        test_patch = self.options.test_patch.encode("utf-8", "surrogateescape")
+        brought = [path for section in repository_changes.diff_sections(test_patch) for path in section.paths]
+        prefix = f"{repository.rstrip('/')}/"
+        targets = [*self.options.withheld, *eval_inputs.brought_paths(self.options.files)]
+        return brought + [target.removeprefix(prefix) for target in targets if target.startswith(prefix)]
 
     async def evaluate(self, context: EvalContext, outcome: RunOutcome, inputs: EvalInputs) -> Reward:
         options = self.options
         repository = self.repository(context.task)
         test_patch = options.test_patch.encode("utf-8", "surrogateescape")
-        brought = [path for section in repository_changes.diff_sections(test_patch) for path in section.paths]
-        prefix = f"{repository.rstrip('/')}/"
-        placed = [*options.withheld, *(file.target for file in options.files)]
-        brought += [path.removeprefix(prefix) for path in placed if path.startswith(prefix)]
+        brought = await asyncio.to_thread(self._brought, repository)
         is_test = TestFileMatcher(options.test_files, brought)
         change = await self._change(context, inputs, repository, is_test)
         await asyncio.to_thread((context.logs / "agent.patch").write_bytes, change.shown)
         if change.left_out:
             await asyncio.to_thread(_write, context.logs / "left-out.txt", change.left_out)
+            inputs.findings += [("edited_tests", name) for name in change.left_out]
         async with context.sandbox() as sandbox:
+            native = await eval_inputs.module_names(sandbox, [repository])
             if (
                 test_patch
                 and not options.command_applies_tests
@@ -131,64 +147,61 @@ class PatchEvaluator:
             ):
                 raise EvaluationError(f"test_patch cannot be applied to a clean repository: {problem}")
             if problem := await change.apply(sandbox, repository):
-                await self._check_start(context, repository)
                 await asyncio.to_thread(_write, context.logs / "not-applied.txt", [problem])
                 return Reward(value=self.lowest, components={"applied": 0.0}, evaluator=self.kind)
             await put_files(sandbox, options.files)
             command = ["sh", "-c", options.command] if isinstance(options.command, str) else options.command
-            done = await run_logged(
+            run = await run_verifier(
                 sandbox,
                 command,
+                inputs=EvalInputs(archives={repository: b""}, native=native),
+                brought=[posixpath.join(repository, name) for name in brought],
                 log=context.logs / "tests.log",
                 env=options.env,
                 cwd=repository,
                 user=options.user,
                 seconds=options.seconds,
             )
-        return await asyncio.to_thread(self._score, done)
+        inputs.findings += run.findings
+        return await self._score(run, inputs)
 
     async def _change(
         self, context: EvalContext, inputs: EvalInputs, repository: str, is_test: TestFileMatcher
     ) -> RepositoryChange:
         if repository in inputs.archives:
             async with context.sandbox() as sandbox:
-                return await diff_of_tree(sandbox, repository, inputs.archives[repository], is_test)
-        return RepositoryChange.of_diff(inputs.patch, is_test)
+                return await change_of_tree(sandbox, repository, inputs.archives[repository], is_test)
+        return await RepositoryChange.of_diff(inputs.patch, is_test)
 
-    async def _check_start(self, context: EvalContext, repository: str) -> None:
-        """Raise if a change measured from `base` cannot apply because the environment itself differs from `base`."""
-        if not self.options.base or self.options.conceal:
-            return
-        async with context.sandbox() as clean:
-            if await diff_by_git(clean, repository, self.options.base):
-                raise EvaluationError(
-                    f"the work tree of the environment differs from base {self.options.base[:12]}, so that changes do not "
-                    "apply: set `conceal`, which measures them from the tree that the agent starts with"
-                )
-
-    def _score(self, done: CommandResult) -> Reward:
-        options = self.options
+    async def _score(self, run: VerifierRun, inputs: EvalInputs) -> Reward:
+        options, done = self.options, run.result
         if done.timed_out:
             if options.on_timeout == "error":
                 raise EvaluationError(f"the tests timed out after {options.seconds:g} seconds")
             return Reward(value=self.lowest, components={"applied": 1.0, "timed_out": 1.0}, evaluator=self.kind)
         if done.code in (126, 127):
             raise EvaluationError(f"the tests could not be run (exit code {done.code}): {done.text[-500:].strip()}")
+        by_log = options.expected or options.swebench is not None or options.fail_to_pass or options.pass_to_pass
+        if not by_log:
+            return Reward(value=float(done.code == 0), components={"applied": 1.0}, evaluator=self.kind)
+        if run.cut:
+            inputs.findings.append(("forged_output", run.cut))
+            raise AgentCaused(f"the log of the tests is not their own: {run.cut}")
         if options.expected:
-            share = expected_results.share_as_expected(expected_results.summary_results(done.text), options.expected)
+            found_words = await _in_worker(inputs, expected_results.summary_results, done.text)
+            share = expected_results.share_as_expected(found_words, options.expected)
             return Reward(
                 value=float(share == 1.0), components={"applied": 1.0, "as_expected": share}, evaluator=self.kind
             )
         if options.swebench is not None:
             tests = (options.fail_to_pass, options.pass_to_pass)
-            solved, shares = swebench_grading.grade(options.swebench, done.text, done.code or 0, *tests)
+            grading = (swebench_grading.grade, options.swebench, done.text, done.code or 0, *tests)
+            solved, shares = await asyncio.to_thread(*grading)
             return Reward(value=float(solved), components={"applied": 1.0, **shares}, evaluator=self.kind)
-        if not options.fail_to_pass and not options.pass_to_pass:
-            return Reward(value=float(done.code == 0), components={"applied": 1.0}, evaluator=self.kind)
-        text, code = eval_script.test_output(done.text, done.code or 0)
-        log = testlogs.read_test_log(text, options.log_format, failed=code != 0)
-        named = [*options.fail_to_pass, *options.pass_to_pass]
-        log.check(named, options.log_format, code=code)
+        text, code = await _in_worker(inputs, eval_script.test_output, done.text, done.code or 0)
+        results, unbuilt = await _in_worker(inputs, testlogs.read_results, text, options.log_format, code != 0)
+        log = TestLog({name: CaseResult(result) for name, result in results.items()}, unbuilt)
+        log.check([*options.fail_to_pass, *options.pass_to_pass], options.log_format, code=code)
         found = log.results
         shares = {
             "fail_to_pass": testlogs.share(found, options.fail_to_pass),
@@ -196,6 +209,19 @@ class PatchEvaluator:
         }
         solved = all(share == 1.0 for share in shares.values())
         return Reward(value=float(solved), components={"applied": 1.0, **shares}, evaluator=self.kind)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def _in_worker(inputs: EvalInputs, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """A parser of the tests' log in a worker; what is too much for it is the agent's doing."""
+    try:
+        return await workers.run_async(workers.DEFAULT_LIMITS, function, *arguments, **keywords)
+    except LimitExceeded as error:
+        inputs.findings.append(("hostile_text", f"the log of the tests: {error}"))
+        raise AgentCaused(f"the log of the tests cannot be read: {error}") from error
 
 
 def _write(path: Path, lines: list[str]) -> None:

@@ -68,7 +68,7 @@ class PythonEvaluator:
         if "files" in self._parameters:
             given["files"] = {}
             for base, archive in inputs.archives.items():
-                given["files"] |= await asyncio.to_thread(regular_files, archive, base)
+                given["files"] |= await regular_files(archive, base)
         arguments = {name: given[name] for name in self._parameters if name in given} | self.options.arguments
         try:
             if inspect.iscoroutinefunction(self.function):

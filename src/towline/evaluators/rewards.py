@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from towline.common.patterns import compile_pattern
 from towline.evaluators.base import EvaluationError
 from towline.evaluators.hostile.score_text import (
     MAX_SCORES,
     finite_number,
-    last_match,
     last_number,
     last_object,
+    matched_number,
     named_scores,
     parse_number,
     reward_files,
@@ -36,11 +35,6 @@ __all__ = [
 ]
 
 _PARTS = ("reward", "components", "per_turn")
-
-
-def matched_number(text: str, pattern: str) -> float:
-    """The number in the first group (or all) of a pattern's last match."""
-    return last_match(text, compile_pattern(f"(?m){pattern}").last(text), pattern)
 
 
 def to_reward(value: Any, evaluator: str, trajectory: Trajectory) -> Reward:

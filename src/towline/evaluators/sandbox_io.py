@@ -15,7 +15,7 @@ INSIDE_PATH = "$TOWLINE_ROOT${path#.}"
 """In a script: the real location of the variable `path`, which is passed as `path_argument`. A sandbox without a root of its
 own maps arguments that are existing paths, and sets `TOWLINE_ROOT` to its folder, so that nothing outside is ever addressed;
 elsewhere the variable is empty."""
-_LOGGED = 4 * 1024 * 1024
+LOGGED_BYTES = 4 * 1024 * 1024
 """Bytes of output that are kept with the session."""
 
 
@@ -61,7 +61,7 @@ async def run_logged(
     """Run a command to its end and keep its output with the session."""
     done = await execute(sandbox, command, env=env, cwd=cwd, user=user or None, seconds=seconds)
     end = f"\n[timed out after {seconds:g} s]\n" if done.timed_out else f"\n[exit code {done.code}]\n"
-    await asyncio.to_thread(log.write_bytes, done.stdout[-_LOGGED:] + done.stderr[-_LOGGED:] + end.encode())
+    await asyncio.to_thread(log.write_bytes, done.stdout[-LOGGED_BYTES:] + done.stderr[-LOGGED_BYTES:] + end.encode())
     return done
 
 

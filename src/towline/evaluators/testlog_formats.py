@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable
 from enum import StrEnum
 
-from towline.schema import LogFormat
-
 
 class CaseResult(StrEnum):
     """The result of one test."""
@@ -281,25 +279,26 @@ def _jvm() -> Reader:
     return read
 
 
-FORMATS: dict[LogFormat, Callable[[], Reader]] = {
-    LogFormat.PYTEST: _python,
-    LogFormat.UNITTEST: _python,
-    LogFormat.SYMPY: _python,
-    LogFormat.GO: _go,
-    LogFormat.JEST: _marks,
-    LogFormat.MOCHA: _marks,
-    LogFormat.VITEST: _marks,
-    LogFormat.NODE: _marks,
-    LogFormat.CARGO: _cargo,
-    LogFormat.TAP: _tap,
-    LogFormat.CTEST: _ctest,
-    LogFormat.GTEST: _gtest,
-    LogFormat.MAVEN: _jvm,
-    LogFormat.GRADLE: _jvm,
+FORMATS: dict[str, Callable[[], Reader]] = {
+    "pytest": _python,
+    "unittest": _python,
+    "sympy": _python,
+    "go": _go,
+    "jest": _marks,
+    "mocha": _marks,
+    "vitest": _marks,
+    "node": _marks,
+    "cargo": _cargo,
+    "tap": _tap,
+    "ctest": _ctest,
+    "gtest": _gtest,
+    "maven": _jvm,
+    "gradle": _jvm,
 }
+"""By the names of `towline.schema.LogFormat`."""
 
 
-def log_readers(log_format: LogFormat | None) -> list[Reader]:
+def log_readers(log_format: str | None) -> list[Reader]:
     """New readers for a log of the format, or for all formats if it is unknown."""
     makers = list(dict.fromkeys(FORMATS.values())) if log_format is None else [FORMATS[log_format]]
     return [make() for make in makers]

@@ -11,11 +11,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from towline.evaluators.base import EvaluationError
-from towline.evaluators.testlog_formats import CaseResult, log_readers
-from towline.schema import LogFormat
+from towline.evaluators.failures import EvaluationError
+from towline.evaluators.testlog_formats import FORMATS, CaseResult, log_readers
 
-__all__ = ["CaseResult", "TestLog", "passed", "read_test_log", "share"]
+__all__ = ["CaseResult", "TestLog", "passed", "read_results", "read_test_log", "share"]
 
 _ORDER = [CaseResult.PASSED, CaseResult.SKIPPED, CaseResult.FAILED]
 _LONGEST = 2000
@@ -63,7 +62,7 @@ class TestLog:
         """Whether the log has a result for the test."""
         return bool(_matching(self.results, test))
 
-    def check(self, tests: Iterable[str], log_format: LogFormat | None = None, *, code: int = 0) -> None:
+    def check(self, tests: Iterable[str], log_format: str | None = None, *, code: int = 0) -> None:
         """Raise `EvaluationError` if the log has no result for one of the tests, and no build failure that explains it; or
         if the runner exited with a failure and the log names none, so that it does not describe what happened."""
         if self.unbuilt:
@@ -81,11 +80,11 @@ class TestLog:
             raise EvaluationError(
                 f"the test log has no result for {named}; it has {len(self.results)} others, for example {known!r}"
             )
-        known = log_format or ", ".join(LogFormat)
+        known = log_format or ", ".join(FORMATS)
         raise EvaluationError(f"the test log has no result for {named} in a known format ({known}); set `log_format`")
 
 
-def read_test_log(output: str, log_format: LogFormat | None = None, *, failed: bool = True) -> TestLog:
+def read_test_log(output: str, log_format: str | None = None, *, failed: bool = True) -> TestLog:
     """Parse the output of a test runner in one format or, if that is unknown, in all of them.
 
     `failed`: the runner itself exited with a failure; only then is the output searched for a build failure. Code under test
@@ -103,6 +102,12 @@ def read_test_log(output: str, log_format: LogFormat | None = None, *, failed: b
             for name, result in reader(raw.rstrip(), line):
                 _note(log.results, name, result)
     return log
+
+
+def read_results(output: str, log_format: str | None, failed: bool) -> tuple[dict[str, str], bool]:
+    """`read_test_log` as plain data, for a worker: the results, and whether tests could not be built."""
+    log = read_test_log(output, log_format, failed=failed)
+    return {name: result.value for name, result in log.results.items()}, log.unbuilt
 
 
 def passed(found: dict[str, CaseResult], name: str, *, or_skipped: bool = False) -> bool:

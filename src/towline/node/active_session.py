@@ -63,6 +63,8 @@ class ActiveSession:
     """Scores of the steps that were evaluated before the next one."""
     unscored_step: int | None = None
     """The step that could not be evaluated."""
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    """For the suspicion report: a name of `evaluators.suspicion.Cheat`, and what was found."""
     eval_failures: list[Exception] = field(default_factory=list)
     """Why the collection or the evaluation failed, one error per try."""
     notes: list[str] = field(default_factory=list)

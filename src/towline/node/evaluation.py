@@ -25,7 +25,8 @@ from typing import TypeVar
 from towline.common.budget import run_within
 from towline.config import NodeSettings
 from towline.errors import TowlineError
-from towline.evaluators.base import EvaluationError, Evaluator, RunOutcome, StepEvaluator
+from towline.evaluators.base import AgentCaused, EvaluationError, Evaluator, RunOutcome, StepEvaluator
+from towline.evaluators.suspicion import Cheat, suspicions
 from towline.node.active_session import ActiveSession, SessionCancelled
 from towline.node.environment import PreparedTask, setup_environment
 from towline.sandboxes.base import (
@@ -62,6 +63,10 @@ class NodeEvalContext:
     @property
     def logs(self) -> Path:
         return self._folder("verifier")
+
+    @property
+    def findings(self) -> list[tuple[str, str]]:
+        return self._active.findings
 
     def _folder(self, name: str) -> Path:
         folder = self._active.logs / name
@@ -125,6 +130,10 @@ class ControlEvalContext(NodeEvalContext):
     @property
     def logs(self) -> Path:
         return self._folder("control")
+
+    @property
+    def findings(self) -> list[tuple[str, str]]:
+        return []  # nothing of the agent's is in a control run
 
     async def open(self) -> None:
         """Create the sandbox that takes the place of the agent's, with the files of each step that was started."""
@@ -194,6 +203,8 @@ class SessionEvaluation:
 
     settings: NodeSettings
     _controls: OrderedDict[str, _Control] = field(default_factory=OrderedDict)
+    _scored: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Verifiers that have given a score on this node."""
 
     async def collect(self, active: ActiveSession, prepared: PreparedTask, sandbox: Sandbox, seconds: float) -> None:
         """Take what is scored out of the agent's sandbox, or record why that failed."""
@@ -237,8 +248,9 @@ class SessionEvaluation:
             used = active.sandbox if evaluator.shared else None
             reward = await self._twice(active, evaluating, seconds, "evaluation", used)
             if reward is not None:
-                return reward
-        return await self._blame(active, prepared, trajectory, seconds)
+                self._remember_scored(active)
+                return _reported(reward, active)
+        return _reported(await self._blame(active, prepared, trajectory, seconds), active)
 
     async def _twice(
         self, active: ActiveSession, work: Callable[[], Awaitable[T]], seconds: float, what: str, used: Sandbox | None
@@ -254,6 +266,9 @@ class SessionEvaluation:
                 return await active.within(_awaited(work), seconds, what)
             except SessionCancelled:
                 raise
+            except AgentCaused as error:
+                failures = [error]
+                break
             except Exception as error:  # whatever hostile input makes an evaluator raise is a failed evaluation
                 failures.append(error)
                 if not isinstance(error, TowlineError | OSError):
@@ -270,22 +285,48 @@ class SessionEvaluation:
     ) -> Reward:
         """The lowest score if the control run yields a score, else `EvaluationFailed`."""
         failed = _summary(active.eval_failures)
+        active.findings.append((_finding(active.eval_failures), failed))
+        evaluator = _evaluator(prepared)
+        if any(isinstance(error, AgentCaused) for error in active.eval_failures):
+            active.notes.append(f"the agent caused its evaluation to fail and gets the lowest score: {failed}")
+            return Reward(value=evaluator.lowest, evaluator=evaluator.kind, cause=failed)
         since = time.monotonic()
         try:
             score = await active.within(self._control(active, prepared, trajectory, seconds, since), None, "control")
         except SessionCancelled:
             raise
         except Exception as error:  # as above: no score, whatever the reason
+            if self._differs(active, error):
+                active.notes.append(
+                    f"the agent caused its evaluation to fail and gets the lowest score: {failed}; on an untouched "
+                    f"environment the verifier runs to its end: {_text(error)}"
+                )
+                return Reward(value=evaluator.lowest, evaluator=evaluator.kind, cause=failed)
             raise EvaluationFailed(
                 f"the evaluation failed twice: {failed}; the control run on an untouched environment failed too: "
                 f"{_text(error)}"
             ) from error
-        evaluator = _evaluator(prepared)
         active.notes.append(
             f"the agent caused its evaluation to fail and gets the lowest score: {failed}; the control run on an "
             f"untouched environment scored {score:g}"
         )
         return Reward(value=min(evaluator.lowest, score), evaluator=evaluator.kind, cause=failed)
+
+    def _differs(self, active: ActiveSession, control: Exception) -> bool:
+        """Whether a control run that gave no score still proves that the agent caused the failure.
+
+        The control run must have come to its own end: the verifier ran, and had nothing to score or to run. A failure of
+        another kind is then the agent's doing; one of the same kind is, if the same verifier has scored a session before.
+        """
+        untouched = _failure_kind(control)
+        if not isinstance(control, EvaluationError) or untouched not in _RAN:
+            return False
+        return _failure_kind(active.eval_failures[-1]) != untouched or _verifier_key(active) in self._scored
+
+    def _remember_scored(self, active: ActiveSession) -> None:
+        self._scored[_verifier_key(active)] = None
+        while len(self._scored) > _MAX_CONTROLS:
+            self._scored.popitem(last=False)
 
     async def _control(
         self, active: ActiveSession, prepared: PreparedTask, trajectory: Trajectory, seconds: float, since: float
@@ -339,6 +380,47 @@ class SessionEvaluation:
             raise EvaluationError("it timed out") from error
         finally:
             await context.close()
+
+
+_KINDS = {
+    "timed out": "hang",
+    "printed more": "oversized",
+    "cannot be copied": "oversized",
+    "memory limit": "oversized",
+    "in the way": "in_the_way",
+    "could not be run": "unrunnable",
+    "contains no number": "no_score",
+    "is a JSON object": "no_score",
+    "matches nothing": "no_score",
+    "neither reward.json": "no_score",
+    "no result for": "no_score",
+    "is empty": "no_score",
+}
+"""What a failure says of its kind; the first that its text contains."""
+_RAN = ("no_score", "unrunnable")
+"""Kinds of failures of a verifier that came to its own end."""
+
+
+def _failure_kind(error: Exception) -> str:
+    # What follows may quote the agent's output.
+    text = (str(error) or repr(error)).partition("output:")[0].partition("printed:")[0]
+    return next((kind for mark, kind in _KINDS.items() if mark in text), "other")
+
+
+def _finding(failures: list[Exception]) -> str:
+    kind = _failure_kind(failures[-1])
+    return kind if kind in (Cheat.HANG, Cheat.OVERSIZED, Cheat.IN_THE_WAY) else Cheat.BROKEN_EVALUATION
+
+
+def _verifier_key(active: ActiveSession) -> str:
+    about = active.task.model_dump(mode="json", include={"environment", "evaluator"})
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _reported(reward: Reward, active: ActiveSession) -> Reward:
+    """The reward with the session's suspicion report."""
+    found = suspicions([*active.inputs.findings, *active.findings])
+    return reward.model_copy(update={"suspicion": found}) if found else reward
 
 
 def _evaluator(prepared: PreparedTask) -> Evaluator:

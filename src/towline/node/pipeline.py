@@ -341,7 +341,7 @@ class SessionStages:
             active.notes.append(f"{what} failed: {error}")
 
     async def _audit(self, active: ActiveSession, sandbox: Sandbox, evaluator: Evaluator) -> None:
-        active.notes += await leak_audit.audit_after_run(sandbox, active.task, evaluator)
+        active.notes += await leak_audit.audit_after_run(sandbox, active.task, evaluator, active.findings)
 
     async def _keep_artifacts(self, active: ActiveSession, prepared: PreparedTask, sandbox: Sandbox) -> None:
         for path in prepared.environment.artifacts:

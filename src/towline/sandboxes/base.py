@@ -204,6 +204,15 @@ class Sandbox(Protocol):
         ...
 
 
+@runtime_checkable
+class GetsWithout(Protocol):
+    """A sandbox that can leave entries of a folder out of its archive."""
+
+    async def get_without(self, path: str, skip: Sequence[str], *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        """`Sandbox.get` without the entries of the folder itself that are named in `skip`; they do not count."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SandboxHealth:
     """What happened to a sandbox without the node's doing."""

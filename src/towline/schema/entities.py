@@ -145,6 +145,13 @@ class TransitionError(TowlineError):
     """A transition that `VALID_TRANSITIONS` does not have."""
 
 
+class Suspicion(Model):
+    """Something in a session that looks like a cheat (`towline.evaluators.suspicion`)."""
+
+    name: str
+    detail: str = ""
+
+
 class Reward(Model):
     """The result of an evaluator. Only a `scored` reward may reach a trainer; read it through `score`."""
 
@@ -160,6 +167,8 @@ class Reward(Model):
     """Why there is no score."""
     cause: str | None = None
     """What failed, if the agent itself made its evaluation fail. The value is then the evaluator's lowest score."""
+    suspicion: list[Suspicion] = Field(default_factory=list)
+    """What looks like a cheat, by name. For information: it does not change the value."""
 
     @property
     def score(self) -> float | None:

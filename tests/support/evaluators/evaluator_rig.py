@@ -48,6 +48,8 @@ class Rig:
         self.layers = layers
         self.lent: Sandbox | None = None
         self.notes: list[str] = []
+        self.findings: list[tuple[str, str]] = []
+        self.inputs = EvalInputs()
         self.clean = 0
         """How many clean sandboxes the evaluation has taken."""
         self.last_look = ""
@@ -121,6 +123,7 @@ class Rig:
                 await self._act(sandbox, script, index)
                 given = index + 1
             carried: EvalInputs = await self.evaluator.collect(sandbox, self.task)
+            self.inputs = carried
             self.notes = carried.notes + await leak_audit.audit_after_run(sandbox, self.task, self.evaluator)
             steps_given = given if self.task.steps else None
             outcome = RunOutcome(exit_code, end_reason, answer, trajectory or a_trajectory(), steps_given, judged)

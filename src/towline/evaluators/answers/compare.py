@@ -235,7 +235,10 @@ def _unassigned(tree: Tree, other: Tree) -> Tree:
 def _choice(expected: str, given: str) -> bool:
     """Whether one side is `B` and the other `(B) 42` or `B. 42`."""
     letter = re.fullmatch(r"\(?([A-Z])\)?\.?", expected)
-    return letter is not None and re.match(rf"\(?{letter[1]}[).:](?:\s|$)", given) is not None
+    if letter is None or re.match(rf"\(?{letter[1]}[).:](?:\s|$)", given) is None:
+        return False
+    # Another choice after the first is no answer.
+    return re.search(r"(?:^|\s)(?:\([A-Z]\)|[A-Z][).](?:\s|$)|(?:or|not|and)\s)", given[2:]) is None
 
 
 def _scaled(number: Number, factor: float | Fraction) -> Number:

@@ -189,7 +189,12 @@ _NUMBER = (
     r"|[-+]?\s*10\s*(?:\^|\*\*)\s*(?:\{\s*[-+]?\d+\s*\}|[-+]?\d+)|[-+]?\s*\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}|[-+]?\s*\d+\s*/\s*\d+"
 )
 _QUANTITY = re.compile(rf"({_NUMBER})(\s*)(.*)", re.DOTALL)
-_WORDS = re.compile(r"[A-Za-z]{2,}(?:[ -][A-Za-z]+)*")
+_WORDS = re.compile(r"[A-Za-z]{2,30}(?:[ -][A-Za-z]{1,30}){0,3}")
+_NO_UNIT = {
+    "is", "are", "was", "be", "not", "no", "nor", "or", "and", "but", "if", "then", "than", "wrong", "false", "incorrect",
+    "unless", "maybe", "perhaps", "either", "neither", "never",
+}  # fmt: skip
+"""Words that make a sentence of what follows a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +226,8 @@ def quantity(text: str) -> Quantity | None:
         return None
     found = _parsed(unit)
     if found is None:
-        if not _WORDS.fullmatch(unit) or (parse(unit) is not None and len(unit) <= 3):
+        words = set(re.split("[ -]", unit.lower()))
+        if not _WORDS.fullmatch(unit) or words & _NO_UNIT or (parse(unit) is not None and len(unit) <= 3):
             return None
         found = 1.0, (0, 0, 0, 0, 0, 0, _singular(unit))
     return Quantity(number, *found)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from towline.common.patterns import compile_pattern
 from towline.evaluators.failures import EvaluationError
 
 MAX_SCORES = 10_000
@@ -64,8 +65,9 @@ def last_number(text: str) -> float:
     raise EvaluationError(f"the output contains no number: {short(text[-300:])}")
 
 
-def last_match(text: str, groups: tuple[str, ...] | None, pattern: str) -> float:
+def matched_number(text: str, pattern: str) -> float:
     """The number in the first group (or all) of a pattern's last match."""
+    groups = compile_pattern(f"(?m){pattern}").last(text)
     if groups is None:
         raise EvaluationError(f"the pattern {pattern!r} matches nothing in the output: {short(text[-300:])}")
     part = groups[1] if len(groups) > 1 else groups[0]
@@ -79,10 +81,11 @@ def last_object(text: str) -> dict[str, Any]:
     raise EvaluationError(f"no line of the output is a JSON object: {short(text[-300:])}")
 
 
-def rewards_in(text: str) -> list[float]:
-    """The different rewards that JSON lines of the output give, the last one first."""
-    found = [one["reward"] for one in _objects(text) if isinstance(one.get("reward"), int | float)]
-    return [float(one) for one in dict.fromkeys(found) if isinstance(one, float) or abs(one) < 2**53]
+def json_rewards(text: str) -> tuple[dict[str, Any], list[float]]:
+    """The object that was printed last, and the different finite rewards that all printed objects give, lowest first."""
+    given = [one["reward"] for one in _objects(text) if isinstance(one.get("reward"), int | float)]
+    numbers = {float(one) for one in given if not isinstance(one, bool) and abs(one) < 2**53}
+    return last_object(text), sorted(numbers)
 
 
 def _objects(text: str) -> list[dict[str, Any]]:

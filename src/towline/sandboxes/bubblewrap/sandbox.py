@@ -118,10 +118,14 @@ class BubblewrapSandbox:
         _check(answer, f"cannot put files at {target}")
 
     async def get(self, path: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        return await self.get_without(path, (), max_bytes=max_bytes)
+
+    async def get_without(self, path: str, skip: Sequence[str], *, max_bytes: int = MAX_GET_BYTES) -> bytes:
         _check_path(path)
         # Headers and padding come on top of the files' content.
         data, answer = await self._spawner.request_data(
-            {"do": "get", "path": path, "max_bytes": max_bytes}, max_bytes + (max_bytes >> 2) + (1 << 20)
+            {"do": "get", "path": path, "max_bytes": max_bytes, "skip": list(skip)},
+            max_bytes + (max_bytes >> 2) + (1 << 20),
         )
         if answer.get("kind") in ("FileNotFoundError", "NotADirectoryError"):
             raise PathMissing(f"cannot get {path}: {answer['error']}")

@@ -366,7 +366,7 @@ def _get(message: dict[str, Any], target: int, restrictions: Restrictions) -> No
     path = message["path"].rstrip("/") or "/"
     real = os.path.realpath(path)
     with os.fdopen(os.dup(target), "wb") as out, tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-        archives.add_tree(tar, os.path.basename(path) or ".", real, message["max_bytes"])
+        archives.add_tree(tar, os.path.basename(path) or ".", real, message["max_bytes"], message.get("skip", ()))
 
 
 def _diff(target: int, restrictions: Restrictions, trees: list[overlay.OverlayTree], known: frozenset[str]) -> None:

@@ -16,7 +16,7 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal
@@ -31,6 +31,9 @@ _MTIME = 1_000_000_000
 _CHUNK = 1 << 20
 _MAX_DEPTH = 200
 """Folders inside each other in a packed tree; each takes a descriptor and a frame while it is read."""
+_HOLE_COST = 3
+"""How many times a byte that was never written counts against the budget, besides as a byte."""
+_MOST_HOLES = 1000
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 LinkPolicy = Literal["inside", "any"]
@@ -55,6 +58,14 @@ def pack(files: Mapping[str, bytes | Path], *, modes: Mapping[str, int] | None =
                 tar.addfile(
                     _info(name, tarfile.REGTYPE, 0o644 if mode is None else mode, len(content)), io.BytesIO(content)
                 )
+    return buffer.getvalue()
+
+
+def pack_folder_entry(name: str, mode: int) -> bytes:
+    """A tar of one empty folder."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(_info("/".join(_parts(name)), tarfile.DIRTYPE, mode, 0))
     return buffer.getvalue()
 
 
@@ -120,21 +131,24 @@ def read_file(archive: bytes | Path | IO[bytes], name: str, *, max_bytes: int = 
         return source.read()
 
 
-def add_tree(tar: tarfile.TarFile, name: str, path: str, budget: int) -> int:
+def add_tree(tar: tarfile.TarFile, name: str, path: str, budget: int, skip: Collection[str] = ()) -> int:
     """Add a file or folder of an untrusted tree to a tar, never through a symlink; returns the rest of `budget` bytes.
 
     The tree is walked by directory descriptors: a folder that becomes a link meanwhile is not followed either.
-    `ArchiveError` if it exceeds the budget: an archive is complete or not made at all.
+    `ArchiveError` if it exceeds the budget: an archive is complete or not made at all. Entries of the folder itself that
+    are named in `skip` are left out.
     """
     folder, entry = os.path.split(path.rstrip("/") or "/")
     parent = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return _add_at(tar, name, entry or ".", parent, budget, 0)
+        return _add_at(tar, name, entry or ".", parent, budget, 0, skip)
     finally:
         os.close(parent)
 
 
-def _add_at(tar: tarfile.TarFile, name: str, entry: str, parent: int, budget: int, depth: int) -> int:
+def _add_at(
+    tar: tarfile.TarFile, name: str, entry: str, parent: int, budget: int, depth: int, skip: Collection[str] = ()
+) -> int:
     status = os.lstat(entry, dir_fd=parent)
     kind, link = _kind(status.st_mode), ""
     if kind is None:
@@ -149,15 +163,17 @@ def _add_at(tar: tarfile.TarFile, name: str, entry: str, parent: int, budget: in
     info = _info(name, kind, stat.S_IMODE(status.st_mode), 0, int(status.st_mtime))
     info.linkname = link
     tar.addfile(info)
-    return _add_entries(tar, f"{name}/", entry, parent, budget, depth) if kind == tarfile.DIRTYPE else budget
+    return _add_entries(tar, f"{name}/", entry, parent, budget, depth, skip) if kind == tarfile.DIRTYPE else budget
 
 
-def _add_entries(tar: tarfile.TarFile, prefix: str, entry: str, parent: int, budget: int, depth: int) -> int:
+def _add_entries(
+    tar: tarfile.TarFile, prefix: str, entry: str, parent: int, budget: int, depth: int, skip: Collection[str] = ()
+) -> int:
     if depth >= _MAX_DEPTH:
         raise ArchiveError(f"more than {_MAX_DEPTH} folders inside each other")
     folder = os.open(entry, _FOLDER, dir_fd=parent)
     try:
-        for inside in sorted(os.listdir(folder)):
+        for inside in sorted(set(os.listdir(folder)).difference(skip)):
             # A file that vanishes while a live tree is read counts as absent.
             with suppress(FileNotFoundError):
                 budget = _add_at(tar, prefix + inside, inside, folder, budget, depth + 1)
@@ -172,12 +188,37 @@ def _add_regular(tar: tarfile.TarFile, name: str, entry: str, parent: int, budge
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             return budget
-        if status.st_size > budget:
-            raise ArchiveError("larger than the size limit")
+        cost = status.st_size + _HOLE_COST * _holes(descriptor, status)
+        if cost > budget:
+            raise ArchiveError(
+                "larger than the size limit" if status.st_size > budget else "too large for a sparse file"
+            )
         info = _info(name, tarfile.REGTYPE, stat.S_IMODE(status.st_mode), status.st_size, int(status.st_mtime))
         # A file that shrinks while it is read is padded, so that the archive stays valid.
         tar.addfile(info, _FixedSize(source, status.st_size))
-        return budget - status.st_size
+        return budget - cost
+
+
+def _holes(descriptor: int, status: os.stat_result) -> int:
+    """Bytes of a file that its author never wrote: a sparse file costs its reader more than its author."""
+    if status.st_blocks * 512 >= status.st_size:
+        return 0
+    holes = end = 0
+    try:
+        for _ in range(_MOST_HOLES):
+            if end >= status.st_size:
+                break
+            start = os.lseek(descriptor, end, os.SEEK_HOLE)
+            try:
+                end = os.lseek(descriptor, start, os.SEEK_DATA)
+            except OSError:
+                end = status.st_size
+            holes += max(0, min(end, status.st_size) - start)
+    except OSError:
+        return 0
+    finally:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    return holes
 
 
 def _add_path(tar: tarfile.TarFile, name: str, path: Path, mode: int | None) -> None:

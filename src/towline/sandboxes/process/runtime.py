@@ -152,6 +152,9 @@ class ProcessSandbox:
     async def get(self, path: str, *, max_bytes: int = MAX_GET_BYTES) -> bytes:
         return await asyncio.to_thread(self._pack, path, max_bytes)
 
+    async def get_without(self, path: str, skip: Sequence[str], *, max_bytes: int = MAX_GET_BYTES) -> bytes:
+        return await asyncio.to_thread(self._pack, path, max_bytes, skip)
+
     async def diff(self) -> list[PathChange]:
         """Everything in the folder but mounts: the root was empty, so all of it was added."""
         return await asyncio.to_thread(self._changes)
@@ -215,12 +218,12 @@ class ProcessSandbox:
         except OSError:
             return word
 
-    def _pack(self, path: str, max_bytes: int) -> bytes:
+    def _pack(self, path: str, max_bytes: int, skip: Sequence[str] = ()) -> bytes:
         outside = self.outside(path)
         buffer = io.BytesIO()
         try:
             with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                archives.add_tree(tar, os.path.basename(_relative(path)) or ".", outside, max_bytes)
+                archives.add_tree(tar, os.path.basename(_relative(path)) or ".", outside, max_bytes, skip)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise PathMissing(f"cannot get {path}: {error}") from error
         except (OSError, archives.ArchiveError) as error:
