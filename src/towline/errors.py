@@ -48,6 +48,9 @@ exceptions (`_Name`) are control flow inside one module and never leave it.
         ComponentUnavailable         node: an open circuit breaker
         SessionCancelled             node: a cancelled session
         EvaluationError              node and evaluator
+            AgentCaused              an evaluation that the agent made fail
+        LimitExceeded                worker: hostile text beyond the limits of time or memory
+        WorkerFailed                 worker: a parser's own error, or no worker
         EvaluationFailed             node and evaluator: the control run failed as well
         LaunchError                  cluster: Slurm or Kubernetes refused, or its program is missing
         NodeLost                     server and node

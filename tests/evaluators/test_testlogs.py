@@ -6,7 +6,7 @@ import pytest
 
 from towline.evaluators import testlogs
 from towline.evaluators.base import EvaluationError
-from towline.evaluators.testlog_formats import FORMATS
+from towline.evaluators.hostile.testlog_formats import FORMATS
 from towline.evaluators.testlogs import CaseResult
 from towline.schema import LogFormat
 

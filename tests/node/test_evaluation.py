@@ -86,6 +86,13 @@ CASES: dict[str, dict[str, dict[str, Case]]] = {
     SCORED: {
         "the verifier gives a score": {
             "plain": Case("echo 1 >out", command("cat out", reward="number"), value=1.0),
+            # The agent's own git is not asked.
+            "git": Case(
+                STUCK_GIT,
+                patch("true"),
+                value=1.0,
+                fields={"environment": {**TREE, "setup": [GIT]}, "timeouts": {"build": HANG}},
+            ),
             "unbuilt": Case(
                 "true", patch("echo 'a.c:1:1: error: no'; exit 1", fail_to_pass=["TestAdd"], log_format="go"), value=0.0
             ),
@@ -192,7 +199,7 @@ CASES: dict[str, dict[str, dict[str, Case]]] = {
                 "echo much >out", {"kind": "python", "function": "number", "carry": ["/work/out"]}, "ValueError"
             ),
         },
-        "what is judged cannot be taken out of the agent's sandbox: too large, too deep, a loop of links, a hang": {
+        "what is judged cannot be taken out of the agent's sandbox: too large, too deep, a loop of links": {
             "large": Case("truncate -s 300M big", command("echo 1", reward="number"), "cannot be copied"),
             "deep": Case(
                 "python3 -c \"import os\nfor i in range(3000): os.mkdir('d'); os.chdir('d')\"",
@@ -204,12 +211,6 @@ CASES: dict[str, dict[str, dict[str, Case]]] = {
                 "head -c 2000000 /dev/zero >answer",
                 {"kind": "answer", "answer": "5", "file": "/work/answer"},
                 "cannot be copied",
-            ),
-            "git": Case(
-                STUCK_GIT,
-                patch("true"),
-                "timed out after",
-                fields={"environment": {**TREE, "setup": [GIT]}, "timeouts": {"build": HANG}},
             ),
         },
         "a step cannot be judged": {

@@ -18,6 +18,7 @@ from towline.common.text import visible
 from towline.errors import ConfigError
 from towline.runs import eval_report as report
 from towline.runs.accept import Accept
+from towline.schema import tally_suspicions
 
 
 def evaluate(
@@ -90,12 +91,15 @@ def evaluate(
     compared = report.compare(earlier, made) if earlier is not None else None
     failures = tally_failures(records)
     shown: dict[str, Any] = {"out": str(folder), **report.pass_metrics(made), "failures": failures.as_json()}
+    shown["suspicion"] = tally_suspicions(records)
     if compared is not None:
         shown["compared"] = compared.as_json()
     if as_json:
         print(json.dumps(shown))
     else:
         _show(made, compared, folder, console)
+        if shown["suspicion"]:
+            console.print(terminal.suspicion_line(shown["suspicion"]), highlight=False)
     terminal.exit_on_failures(failures, max_failed)
 
 

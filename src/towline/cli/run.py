@@ -124,6 +124,12 @@ def _show(results: RunResults, out: Path, console: Console) -> None:
             )
         for note in line["notes"]:
             console.print(f"[yellow]{line['session_id']}:[/] {terminal.escape_markup(str(note))}", highlight=False)
+        for found in line["suspicion"]:
+            said = terminal.escape_markup(f"{found['name']}: {found['detail']}")
+            console.print(f"[magenta]{line['session_id']}: suspicious:[/] {said}", highlight=False)
+    suspicion = run_summary(results)["suspicion"]
+    if suspicion:
+        console.print(terminal.suspicion_line(suspicion), highlight=False)
     for text in early_stop_lines(results.early_stop()):
         console.print(text, highlight=False)
     console.print(f"Written to {out}. To show one: towline trace {out}/trajectories/<session>.arrow", highlight=False)

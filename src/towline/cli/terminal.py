@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import typer
@@ -44,6 +44,12 @@ def run_async(work: Coroutine[Any, Any, Any]) -> Any:
     import uvloop
 
     return uvloop.run(work)
+
+
+def suspicion_line(counts: Mapping[str, int]) -> str:
+    """The suspicion report of a run in one line: sessions by finding."""
+    named = ", ".join(f"{escape_markup(name)} {count}" for name, count in counts.items())
+    return f"[magenta]Suspicious (sessions by finding):[/] {named}"
 
 
 def exit_on_failures(failures: FailureTally, most: float) -> None:

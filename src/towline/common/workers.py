@@ -6,7 +6,7 @@ exceeds a limit raises `LimitExceeded`, which the caller attributes to the autho
 A worker is reused; one that exceeds a limit is killed by its pid and replaced. It starts with a bare environment, no
 descriptor but its two pipes, a lower priority, and cannot write files. Only functions of this package can be named,
 arguments and results are plain data (`worker_child.encode`), and nothing is unpickled. An error of the function that is a
-`TowlineError` is raised here as itself; any other as `WorkerError`.
+`TowlineError` is raised here as itself; any other as `WorkerFailed`.
 
 Keep functions for workers in modules that import little: a worker loads them at their first call.
 """
@@ -64,7 +64,7 @@ class LimitExceeded(TowlineError):
     failure = "evaluator"
 
 
-class WorkerError(TowlineError):
+class WorkerFailed(TowlineError):
     """The function raised an error that is not Towline's, or its worker could not be started."""
 
     failure = "evaluator"
@@ -111,7 +111,7 @@ class _Worker:
         try:
             self._read(WorkerLimits(seconds=60.0))
         except LimitExceeded as error:
-            raise WorkerError(f"a worker for hostile text cannot be started: {error}") from error
+            raise WorkerFailed(f"a worker for hostile text cannot be started: {error}") from error
 
     def call(self, limits: WorkerLimits, message: dict[str, Any]) -> dict[str, Any]:
         """The reply to a call. After an error the worker is dead."""
@@ -235,7 +235,7 @@ def _error(kind: str, message: str) -> TowlineError:
     found = getattr(sys.modules.get(module), name, None) if module.startswith(worker_child.PACKAGE) else None
     if isinstance(found, type) and issubclass(found, TowlineError):
         return found(message)
-    return WorkerError(f"{name}: {message}")
+    return WorkerFailed(f"{name}: {message}")
 
 
 def _environment() -> dict[str, str]:

@@ -180,8 +180,9 @@ class CommandEvaluator:
         """The object printed last. A verifier prints one: if others give another reward, the lowest counts."""
         found, given = await _in_worker(score_text.json_rewards, output)
         reward = rewards.to_reward(found, self.kind, outcome.trajectory)
-        if given and given[0] < reward.value:
+        if len(given) > 1:
             inputs.findings.append(("forged_output", f"the output gives {len(given)} different rewards"))
+        if given and given[0] < reward.value:
             return Reward(value=given[0], evaluator=self.kind)
         return reward
 

@@ -82,6 +82,14 @@ async def carry(
         raise AgentCaused(f"{path} cannot be copied to the evaluation: {error}") from error
 
 
+async def check_archive(archive: bytes) -> None:
+    """Read an archive in a worker before this process unpacks it: what takes too long there is not unpacked here."""
+    try:
+        await workers.run_async(workers.DEFAULT_LIMITS, trees.count_members, archive)
+    except LimitExceeded as error:
+        raise archives.ArchiveError(f"the archive cannot be read: {error}") from error
+
+
 def check_obstruction(inputs: EvalInputs) -> None:
     """Raise if something of the agent's is where the verifier needs to put a file or folder."""
     blocked = [detail for name, detail in inputs.findings if name == "in_the_way"]

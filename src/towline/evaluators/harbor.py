@@ -245,6 +245,7 @@ class HarborEvaluator:
         await asyncio.to_thread(logs.mkdir, parents=True, exist_ok=True)
         try:
             archive = await sandbox.get(LOGS, max_bytes=_LOG_BYTES)
+            await eval_inputs.check_archive(archive)
             await asyncio.to_thread(archives.unpack, archive, logs, max_bytes=_LOG_BYTES)
             return archives.read_file(archive, f"verifier/{OUTPUT}").decode("utf-8", "replace")
         except (SandboxError, archives.ArchiveError, OSError) as error:

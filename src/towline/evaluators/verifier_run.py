@@ -93,12 +93,14 @@ async def run_verifier(
     done = await execute(
         sandbox, wrapped, stdin=f"{word}\n".encode(), env=given, cwd=cwd, user=user or None, seconds=seconds
     )
-    done.stdout = done.stdout.partition(f"\n{word}\n".encode())[0]
+    done.stdout, _, later = done.stdout.partition(f"\n{word}\n".encode())
     if log is not None:
         end = f"\n[timed out after {seconds:g} s]\n" if done.timed_out else f"\n[exit code {done.code}]\n"
         text = done.stdout[-LOGGED_BYTES:] + done.stderr[-LOGGED_BYTES:] + end.encode()
         await asyncio.to_thread(log.write_bytes, text)
     run = VerifierRun(done)
+    if later.strip():
+        run.findings.append(("forged_output", "something was printed after the verifier had ended"))
     if not done.timed_out:
         _read_ledger(run, await _ledger(sandbox))
     return run

@@ -26,9 +26,10 @@ from towline.common.budget import run_within
 from towline.config import NodeSettings
 from towline.errors import TowlineError
 from towline.evaluators.base import AgentCaused, EvaluationError, Evaluator, RunOutcome, StepEvaluator
-from towline.evaluators.suspicion import Cheat, suspicions
+from towline.evaluators.suspicion import suspicions
 from towline.node.active_session import ActiveSession, SessionCancelled
 from towline.node.environment import PreparedTask, setup_environment
+from towline.node.failure_kinds import CAME_TO_AN_END, failure_kind, finding_of
 from towline.sandboxes.base import (
     ReportsSandboxHealth,
     Sandbox,
@@ -285,7 +286,7 @@ class SessionEvaluation:
     ) -> Reward:
         """The lowest score if the control run yields a score, else `EvaluationFailed`."""
         failed = _summary(active.eval_failures)
-        active.findings.append((_finding(active.eval_failures), failed))
+        active.findings.append((finding_of(active.eval_failures[-1]), failed))
         evaluator = _evaluator(prepared)
         if any(isinstance(error, AgentCaused) for error in active.eval_failures):
             active.notes.append(f"the agent caused its evaluation to fail and gets the lowest score: {failed}")
@@ -318,10 +319,10 @@ class SessionEvaluation:
         The control run must have come to its own end: the verifier ran, and had nothing to score or to run. A failure of
         another kind is then the agent's doing; one of the same kind is, if the same verifier has scored a session before.
         """
-        untouched = _failure_kind(control)
-        if not isinstance(control, EvaluationError) or untouched not in _RAN:
+        untouched = failure_kind(control)
+        if not isinstance(control, EvaluationError) or untouched not in CAME_TO_AN_END:
             return False
-        return _failure_kind(active.eval_failures[-1]) != untouched or _verifier_key(active) in self._scored
+        return failure_kind(active.eval_failures[-1]) != untouched or _verifier_key(active) in self._scored
 
     def _remember_scored(self, active: ActiveSession) -> None:
         self._scored[_verifier_key(active)] = None
@@ -380,36 +381,6 @@ class SessionEvaluation:
             raise EvaluationError("it timed out") from error
         finally:
             await context.close()
-
-
-_KINDS = {
-    "timed out": "hang",
-    "printed more": "oversized",
-    "cannot be copied": "oversized",
-    "memory limit": "oversized",
-    "in the way": "in_the_way",
-    "could not be run": "unrunnable",
-    "contains no number": "no_score",
-    "is a JSON object": "no_score",
-    "matches nothing": "no_score",
-    "neither reward.json": "no_score",
-    "no result for": "no_score",
-    "is empty": "no_score",
-}
-"""What a failure says of its kind; the first that its text contains."""
-_RAN = ("no_score", "unrunnable")
-"""Kinds of failures of a verifier that came to its own end."""
-
-
-def _failure_kind(error: Exception) -> str:
-    # What follows may quote the agent's output.
-    text = (str(error) or repr(error)).partition("output:")[0].partition("printed:")[0]
-    return next((kind for mark, kind in _KINDS.items() if mark in text), "other")
-
-
-def _finding(failures: list[Exception]) -> str:
-    kind = _failure_kind(failures[-1])
-    return kind if kind in (Cheat.HANG, Cheat.OVERSIZED, Cheat.IN_THE_WAY) else Cheat.BROKEN_EVALUATION
 
 
 def _verifier_key(active: ActiveSession) -> str:

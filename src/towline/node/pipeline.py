@@ -20,6 +20,7 @@ from towline.config import NodeSettings
 from towline.errors import ConfigError, TowlineError
 from towline.evaluators import leak_audit
 from towline.evaluators.base import Evaluator
+from towline.evaluators.eval_inputs import check_archive
 from towline.gateway.gateway import Gateway
 from towline.gateway.server import RunningGateway
 from towline.harnesses.install import check_libc
@@ -349,6 +350,7 @@ class SessionStages:
             folder.mkdir(exist_ok=True)
             try:
                 archive = await sandbox.get(path, max_bytes=self._settings.artifact_bytes)
+                await check_archive(archive)
                 skipped = await asyncio.to_thread(
                     archives.unpack, archive, folder, max_bytes=self._settings.artifact_bytes
                 )

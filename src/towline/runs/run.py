@@ -79,6 +79,7 @@ def session_line(one: FinishedSession) -> dict[str, Any]:
         "exit_code": trajectory.metadata.get("exit_code"),
         "components": reward.components if reward is not None else {},
         "reward_cause": reward.cause if reward is not None else None,
+        "suspicion": [one.model_dump() for one in reward.suspicion] if reward is not None else [],
         "chains": report.chains,
         "forks": report.forks,
         "row_tokens": report.row_tokens,
@@ -87,6 +88,11 @@ def session_line(one: FinishedSession) -> dict[str, Any]:
         "timings": {stage: round(seconds, 3) for stage, seconds in trajectory.timings.items()},
         "notes": trajectory.metadata.get("notes", []),
     }
+
+
+def _names(line: dict[str, Any]) -> set[str]:
+    """The findings of a session's line, each once."""
+    return {one["name"] for one in line["suspicion"]}
 
 
 def run_summary(results: RunResults) -> dict[str, Any]:
@@ -106,6 +112,7 @@ def run_summary(results: RunResults) -> dict[str, Any]:
         "trained_tokens": sum(line["trained_tokens"] for line in lines),
         "malformed_calls": sum(line["malformed_calls"] for line in lines),
         "calls_as_text": sum(line["calls_as_text"] for line in lines),
+        "suspicion": dict(Counter(name for line in lines for name in _names(line)).most_common()),
         "early_stop": None if early is None else early.model_dump(mode="json"),
         "tasks": {
             name: {

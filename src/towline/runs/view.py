@@ -93,6 +93,8 @@ def header(trajectory: Trajectory) -> Panel:
         if value:
             grid.add_row(Text(name, "dim"), Text(visible(value)))
     grid.add_row(Text("reward", "dim"), _reward(trajectory.reward))
+    for found in trajectory.reward.suspicion if trajectory.reward is not None else ():
+        grid.add_row(Text("suspicion", "dim"), Text(visible(f"{found.name}: {found.detail}"), "magenta"))
     if trajectory.error:
         grid.add_row(Text("error", "dim"), Text(visible(trajectory.error), "red"))
     for note in trajectory.metadata.get("notes", []):

@@ -30,7 +30,7 @@ from towline.schema.entities import (
     Timeouts,
     TransitionError,
 )
-from towline.schema.outcomes import FailureTally, SessionSummary, unusable_reason
+from towline.schema.outcomes import FailureTally, SessionSummary, tally_suspicions, unusable_reason
 from towline.schema.service import (
     Accepted,
     Ack,
@@ -141,6 +141,7 @@ __all__ = [
     "UInt8Array",
     "Unit",
     "Untrained",
+    "tally_suspicions",
     "traces_from_table",
     "traces_table",
     "unusable_reason",

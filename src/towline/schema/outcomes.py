@@ -9,8 +9,11 @@ that run many sessions end with an error above a stated share.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
+
+from pydantic import Field
 
 from towline.common.text import one_line
 from towline.schema.base import Count, Id, Model
@@ -39,6 +42,8 @@ class SessionSummary(Model):
     trained_tokens: Count
     seconds: float = 0.0
     """Run time of the harness; 0 if it did not start."""
+    suspicion: list[str] = Field(default_factory=list)
+    """Names of what looks like a cheat (`Reward.suspicion`)."""
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, sample: int = 0, attempt: int = 1, **fields: Any) -> Self:
@@ -59,8 +64,15 @@ class SessionSummary(Model):
             turns=report.turns,
             trained_tokens=report.trained_tokens,
             seconds=trajectory.timings.get("run", 0.0),
+            suspicion=list(dict.fromkeys(one.name for one in reward.suspicion)) if reward is not None else [],
             **fields,
         )
+
+
+def tally_suspicions(sessions: Iterable[SessionSummary]) -> dict[str, int]:
+    """How many sessions have each finding of the suspicion report, the most frequent first."""
+    counts = Counter(name for session in sessions for name in session.suspicion)
+    return dict(counts.most_common())
 
 
 def unusable_reason(ended: Trajectory | SessionSummary, *, need_score: bool = False) -> str | None:

@@ -150,7 +150,7 @@ def judge_answer(
         candidates += shorter_candidates(found[0], lenient)
     right = any(compare.equal(_boxless(one), candidate) for candidate in candidates for one in expected)
     hedges = False
-    if not right and not open_pairs and hedged(found[0]):
+    if not right and not open_pairs and not lenient and found[1] is not AnswerLocation.BOXED:
         easy = [*candidates, *shorter_candidates(found[0], True)]
         hedges = any(compare.equal(_boxless(one), candidate) for candidate in easy for one in expected)
     return right, found[0], found[1].value, [] if right else list(dict.fromkeys(open_pairs)), hedges

@@ -26,6 +26,8 @@ SYSTEM = (
 )  # fmt: skip
 """Where a link may lead out to: programs and libraries, which a verifier does not bring."""
 _MOST_HOPS = 40
+MAX_UNPACKED = 50_000
+"""Entries of an archive that this machine unpacks for itself: artifacts and logs."""
 TEST_CONFIG = ("conftest.py", "pytest.ini", "sitecustomize.py", "usercustomize.py", "pytest_plugins.py")
 """Files that test runners and interpreters load by themselves: an agent's own stay behind, the environment's stay."""
 TOOLS = frozenset(
@@ -69,8 +71,10 @@ def carry_archive(
             if ours.conflict(at, folder=member.isdir()):
                 findings.append(("in_the_way", at))
                 continue
-            if "__pycache__" in inside.split("/"):
+            if is_compiled(inside):
                 # Compiled code may replace a source that the verifier brings; interpreters write their own.
+                if member.isreg() and _is_unchecked(source, member):
+                    findings.append(("shadowing_module", shown))
                 continue
             if ours.rivalled(at):
                 left_out.append(shown)
@@ -146,6 +150,18 @@ def _git(
     if "/hooks/" in part and part.startswith(("modules/", "worktrees/")):
         return None
     return b""
+
+
+def is_compiled(inside: str) -> bool:
+    """Whether a path is in Python's cache of compiled code, which interpreters take for the source."""
+    return "__pycache__" in inside.split("/")
+
+
+def _is_unchecked(source: tarfile.TarFile, member: tarfile.TarInfo) -> bool:
+    """Whether compiled code says that it is not to be compared with its source."""
+    taken = source.extractfile(member)
+    header = taken.read(8) if taken is not None else b""
+    return len(header) == 8 and header[4:] == b"\1\0\0\0"
 
 
 def _is_loaded(inside: str) -> bool:
@@ -276,23 +292,9 @@ def carried_entries(archive: bytes) -> dict[str, tuple[bytes, int, bool]]:
     return found
 
 
-def merge_archives(parts: list[bytes], folder: str, most: int) -> bytes:
-    """One archive of a folder from the archives of its entries."""
-    written = io.BytesIO()
-    left = most
-    with tarfile.open(fileobj=written, mode="w", format=tarfile.PAX_FORMAT) as target:
-        info = tarfile.TarInfo(folder)
-        info.type, info.mode = tarfile.DIRTYPE, 0o755
-        target.addfile(info)
-        for part in parts:
-            archives.member_names(part)
-            with tarfile.open(fileobj=io.BytesIO(part), mode="r:") as source:
-                for member in source:
-                    left -= member.size
-                    if left < 0:
-                        raise archives.ArchiveError("larger than the size limit")
-                    member.name = f"{folder}/{posixpath.normpath(member.name)}"
-                    if member.islnk():
-                        member.linkname = f"{folder}/{posixpath.normpath(member.linkname)}"
-                    target.addfile(member, source.extractfile(member) if member.isreg() else None)
-    return written.getvalue()
+def count_members(archive: bytes) -> int:
+    """How many entries an archive has; `ArchiveError` if it is broken or has too many."""
+    found = len(archives.member_names(archive))
+    if found > MAX_UNPACKED:
+        raise archives.ArchiveError(f"{found} entries exceed the limit of {MAX_UNPACKED}")
+    return found
