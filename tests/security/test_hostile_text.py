@@ -16,8 +16,8 @@ import pytest
 
 from support.security.attack import attack, without
 from support.security.workers import backtracking, burned, inline_async, without_workers
-from towline.common import patterns, workers
-from towline.common.workers import LimitExceeded, WorkerFailed, WorkerLimits
+from towline.common.untrusted import patterns, workers
+from towline.common.untrusted.workers import LimitExceeded, WorkerFailed, WorkerLimits
 from towline.config import RoleRule, SessionSettings
 from towline.conversation import Message
 from towline.errors import ConfigError
@@ -144,7 +144,7 @@ REFUSED = {
 }
 
 
-@attack("10", guard=without(("towline.common.patterns._compile", lambda pattern: backtracking("x"))))
+@attack("10", guard=without(("towline.common.untrusted.patterns._compile", lambda pattern: backtracking("x"))))
 @pytest.mark.parametrize("pattern", sorted(REFUSED), ids=range(len(REFUSED)))
 def test_a_pattern_that_is_not_linear_is_accepted(pattern: str) -> object:
     patterns._compile.cache_clear() if hasattr(patterns._compile, "cache_clear") else None

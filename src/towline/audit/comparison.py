@@ -24,7 +24,7 @@ from towline.audit.conversion import ConvertedRequest, SeenReplies, convert, mer
 from towline.audit.engine import EngineCall, ScriptedReply
 from towline.audit.families import ReplyFormat
 from towline.audit.oracle import HfMessage, Oracle, TemplateRefused
-from towline.common.patterns import compile_pattern
+from towline.common.untrusted.patterns import compile_pattern
 
 MIN_COMPARED_SHARE = 0.9
 """Share of turns that must be compared."""

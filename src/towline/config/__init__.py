@@ -21,8 +21,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from towline.common.untrusted.patterns import compile_pattern
 from towline.config.budgets import SessionBudgets
-from towline.common.patterns import compile_pattern
 from towline.config.cluster import ClusterSettings
 from towline.config.egress import EgressSettings
 from towline.config.found_file import VARIABLE, check_found_file

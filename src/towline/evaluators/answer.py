@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from towline.common import workers
-from towline.common.workers import LimitExceeded
+from towline.common.untrusted import workers
+from towline.common.untrusted.workers import LimitExceeded
 from towline.evaluators import eval_inputs
 from towline.evaluators.answers.compare import SympyComparison
 from towline.evaluators.answers.extraction import (

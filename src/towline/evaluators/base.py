@@ -16,7 +16,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from towline.evaluators.failures import AgentCaused, EvaluationError
+from towline.evaluators.hostile.failures import AgentCaused, EvaluationError
 from towline.sandboxes.base import Sandbox
 from towline.schema import Reward, Task, Trajectory
 

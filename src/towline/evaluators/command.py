@@ -15,9 +15,9 @@ from typing import Annotated, Literal, ParamSpec, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from towline.common import workers
-from towline.common.patterns import compile_pattern
-from towline.common.workers import LimitExceeded
+from towline.common.untrusted import workers
+from towline.common.untrusted.patterns import compile_pattern
+from towline.common.untrusted.workers import LimitExceeded
 from towline.evaluators import eval_inputs, rewards
 from towline.evaluators.base import (
     AgentCaused,

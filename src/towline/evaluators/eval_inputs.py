@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from towline.common import workers
-from towline.common.workers import LimitExceeded, WorkerLimits
+from towline.common.untrusted import workers
+from towline.common.untrusted.workers import LimitExceeded, WorkerLimits
 from towline.evaluators.base import AgentCaused, EvalInputs, EvaluationError
 from towline.evaluators.hostile import trees
 from towline.evaluators.sandbox_io import INSIDE_PATH, existing_paths, path_argument

@@ -19,8 +19,8 @@ from typing import Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from towline.common import workers
-from towline.common.workers import LimitExceeded
+from towline.common.untrusted import workers
+from towline.common.untrusted.workers import LimitExceeded
 from towline.evaluators import eval_inputs, rewards
 from towline.evaluators.base import (
     AgentCaused,

@@ -17,8 +17,8 @@ from typing import Annotated, Literal, ParamSpec, TypeVar
 
 from pydantic import Field
 
-from towline.common import workers
-from towline.common.workers import LimitExceeded
+from towline.common.untrusted import workers
+from towline.common.untrusted.workers import LimitExceeded
 from towline.evaluators import eval_inputs, repository_changes, testlogs
 from towline.evaluators.base import (
     AgentCaused,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
-from towline.common import workers
-from towline.common.workers import LimitExceeded
+from towline.common.untrusted import workers
+from towline.common.untrusted.workers import LimitExceeded
 from towline.evaluators.base import AgentCaused, EvalInputs, EvaluationError
 from towline.evaluators.eval_inputs import ARCHIVE_LIMITS, MAX_INPUT_BYTES, TreeEntry, carry, tree_entries
 from towline.evaluators.hostile.changes import (

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from towline.evaluators.failures import EvaluationError
+from towline.evaluators.hostile.failures import EvaluationError
 from towline.evaluators.hostile.testlog_formats import FORMATS, CaseResult, log_readers
 
 __all__ = ["CaseResult", "TestLog", "passed", "read_results", "read_test_log", "share"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from towline.common import exact_json
-from towline.common.patterns import compile_pattern
+from towline.common.untrusted.patterns import compile_pattern
 from towline.config import RoleRule, SamplingSettings
 from towline.conversation import Answer, Finish, Message, Reply, Request, Sampling, TokenLogprob, Tool, ToolCall, Usage
 from towline.engines.base import Engine, Ids, Sample, SampleRequest

@@ -20,7 +20,7 @@ import numpy as np
 
 from towline.common.background import BackgroundTasks
 from towline.common.crashpoints import crash_point
-from towline.common.patterns import compile_pattern
+from towline.common.untrusted.patterns import compile_pattern
 from towline.config import SessionSettings
 from towline.conversation import Finish, Request
 from towline.engines.base import UNPROVEN_LOGPROBS, ContextExceeded, PoisonTurn, Sample, SampleRequest

@@ -24,7 +24,11 @@ def inline(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> An
 
 def without_workers(*more: tuple[str, Any]) -> Guard:
     """Hostile text is parsed in this process."""
-    return without(("towline.common.workers.run_async", inline_async), ("towline.common.workers.run", inline), *more)
+    return without(
+        ("towline.common.untrusted.workers.run_async", inline_async),
+        ("towline.common.untrusted.workers.run", inline),
+        *more,
+    )
 
 
 def backtracking(pattern: str) -> Any:

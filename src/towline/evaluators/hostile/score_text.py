@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from towline.common.patterns import compile_pattern
-from towline.evaluators.failures import EvaluationError
+from towline.common.untrusted.patterns import compile_pattern
+from towline.evaluators.hostile.failures import EvaluationError
 
 MAX_SCORES = 10_000
 """Maximum number of scores in one reward."""

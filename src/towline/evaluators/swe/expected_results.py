@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from towline.evaluators.failures import EvaluationError
+from towline.evaluators.hostile.failures import EvaluationError
 
 _SUMMARY = "short test summary info"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")

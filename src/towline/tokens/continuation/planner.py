@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from towline.common.arrays import Ids
-from towline.common.patterns import TextPattern
+from towline.common.untrusted.patterns import TextPattern
 from towline.conversation import Finish, Message, Request
 from towline.schema import POLICY, ContextPolicy, ForkReason
 from towline.tokens.codec import CannotContinue, ModelCodec, RenderContext

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from towline.common.patterns import TextPattern
+from towline.common.untrusted.patterns import TextPattern
 from towline.conversation import Message, Tool
 
 _THINK = re.compile(r"\s*<think>.*?</think>", re.DOTALL)

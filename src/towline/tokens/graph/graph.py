@@ -17,7 +17,7 @@ import numpy as np
 
 from towline.common.arrays import Floats, Ids
 from towline.common.images import PlacedImage
-from towline.common.patterns import TextPattern
+from towline.common.untrusted.patterns import TextPattern
 from towline.conversation import Finish, Hints, Message, Reply
 from towline.errors import FidelityError
 from towline.schema import POLICY, ForkReason, Untrained

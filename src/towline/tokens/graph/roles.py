@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from towline.common.patterns import TextPattern
+from towline.common.untrusted.patterns import TextPattern
 from towline.conversation import Message
 from towline.schema import ForkReason, Trajectory, Turn, TurnRole, Untrained
 from towline.tokens.graph import fingerprint

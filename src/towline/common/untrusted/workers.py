@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from towline.common import worker_child
+from towline.common.untrusted import worker_child
 from towline.errors import TowlineError
 
 P = ParamSpec("P")
@@ -96,7 +96,7 @@ class _Worker:
     """One process and its two pipes."""
 
     def __init__(self) -> None:
-        package = Path(__file__).parents[2]
+        package = Path(__file__).parents[3]
         self.calls = 0
         self.process = subprocess.Popen(
             [sys.executable, "-I", worker_child.__file__, str(package), str(_NICE)],
