@@ -31,8 +31,8 @@ from pydantic import ValidationError
 from towline.common.arrays import Ids
 from towline.common.crashpoints import crash_point
 from towline.common.files import QUARANTINE, Quarantine
-from towline.common.loop_stalls import LoopStalls
 from towline.common.mappings import deep_merge
+from towline.common.untrusted.loop_stalls import LoopStalls
 from towline.config import STALL_SECONDS, GatewaySettings, SessionSettings
 from towline.conversation import Finish
 from towline.engines.base import CaptureLevel, Engine

@@ -15,8 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from towline.cluster.runner import NodeNotFound, Runner
 from towline.cluster.segments import Segments
 from towline.common.background import BackgroundTasks
-from towline.common.loop_stalls import LoopStalls, merged
 from towline.common.private_files import secure_folder
+from towline.common.untrusted.loop_stalls import LoopStalls, merged
 from towline.config import ServerSettings
 from towline.config.tenants import TenantLimits
 from towline.errors import StoreError
