@@ -194,9 +194,10 @@ class PatchEvaluator:
                 value=float(share == 1.0), components={"applied": 1.0, "as_expected": share}, evaluator=self.kind
             )
         if options.swebench is not None:
-            tests = (options.fail_to_pass, options.pass_to_pass)
-            grading = (swebench_grading.grade, options.swebench, done.text, done.code or 0, *tests)
-            solved, shares = await asyncio.to_thread(*grading)
+            named = (options.fail_to_pass, options.pass_to_pass)
+            solved, shares = await asyncio.to_thread(
+                swebench_grading.grade, options.swebench, done.text, done.code or 0, named[0], named[1]
+            )
             return Reward(value=float(solved), components={"applied": 1.0, **shares}, evaluator=self.kind)
         text, code = await _in_worker(inputs, eval_script.test_output, done.text, done.code or 0)
         results, unbuilt = await _in_worker(inputs, testlogs.read_results, text, options.log_format, code != 0)
