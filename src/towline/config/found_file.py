@@ -58,6 +58,7 @@ NAMED_ONLY = frozenset(
         *("server.host", "server.database", "server.segments", "server.callback_hosts"),
         *("server.trust_submitters", "server.submitters_may", "server.trust_tasks"),
         *("server.auth", "server.tls_cert", "server.tls_key", "server.allowed_hosts", "server.http"),
+        *("server.limits", "server.tenants"),
         "cluster",
     }
 )
