@@ -182,7 +182,7 @@ def _curriculum(
     tasks: list[Task], out: Path, sampler: str, band: str, budget: list[str], price: str, samples: int, seed: int
 ) -> Curriculum:
     """Which task next, from a store in the run's folder; a resumed run continues with it."""
-    from towline.trainers.curriculum.budget import Budget
+    from towline.trainers.curriculum.budget import RunBudget
     from towline.trainers.curriculum.curriculum import Curriculum
     from towline.trainers.curriculum.samplers import SamplerName, SamplerOptions
     from towline.trainers.curriculum.store import CurriculumStore
@@ -190,7 +190,7 @@ def _curriculum(
     if sampler not in list(SamplerName):
         raise ConfigError(f"--sampler {sampler!r} is not known; samplers: {', '.join(SamplerName)}")
     low, high = parse_band(band)
-    limits = Budget.parse(budget, price)
+    limits = RunBudget.parse(budget, price)
     out.mkdir(parents=True, exist_ok=True)
     options = SamplerOptions(group=samples, low=low, high=high)
     return Curriculum(tasks, CurriculumStore(out), SamplerName(sampler), options, limits, seed)

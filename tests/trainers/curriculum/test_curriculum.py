@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from towline.cli import app
 from towline.errors import ConfigError
 from towline.schema import Task
-from towline.trainers.curriculum.budget import Budget, Price
+from towline.trainers.curriculum.budget import Price, RunBudget
 from towline.trainers.curriculum.curriculum import Curriculum
 from towline.trainers.curriculum.samplers import PassEstimate, SamplerName, SamplerOptions, estimates, task_weights
 from towline.trainers.curriculum.store import CurriculumError, CurriculumStore, GroupOutcome, TaskRate
@@ -167,7 +167,7 @@ def test_pass_rates_by_task_and_version(tmp_path: Path) -> None:
 
 def test_budgets_and_what_is_left(tmp_path: Path) -> None:
     store = CurriculumStore(tmp_path)
-    budget = Budget.parse(["tokens=5000", "sessions=10", "seconds=1e6", "money=0.01"], "1:10")
+    budget = RunBudget.parse(["tokens=5000", "sessions=10", "seconds=1e6", "money=0.01"], "1:10")
     curriculum = Curriculum(TASKS, store, budget=budget)
     assert curriculum.exhausted() == ""
     curriculum.add([outcome(0, TASKS[0], 0, [1.0, 0.0])])
@@ -178,16 +178,16 @@ def test_budgets_and_what_is_left(tmp_path: Path) -> None:
         curriculum.add([outcome(number, TASKS[0], 0, [1.0, 0.0])])
     # Ten sessions, 5,500 tokens, money for two more groups: two limits are reached, the first is named.
     assert curriculum.exhausted() == "tokens"
-    assert Budget(sessions=10).exhausted(curriculum.spending()) == "sessions"
-    assert Budget(money=1.0, price=Price(1, 10)).exhausted(curriculum.spending()) == ""
+    assert RunBudget(sessions=10).exhausted(curriculum.spending()) == "sessions"
+    assert RunBudget(money=1.0, price=Price(1, 10)).exhausted(curriculum.spending()) == ""
     assert budget.as_json(curriculum.spending())["remainder"]["tokens"] == 0
     # Time adds up over restarts.
     store.add_seconds(5)
-    again = Curriculum(TASKS, CurriculumStore(tmp_path), budget=Budget(seconds=5))
+    again = Curriculum(TASKS, CurriculumStore(tmp_path), budget=RunBudget(seconds=5))
     assert again.exhausted() == "seconds"
     for wrong in (["tokens"], ["tokens=x"], ["tokens=0"], ["words=5"], ["money=3"]):
         with pytest.raises(ConfigError, match="budget"):
-            Budget.parse(wrong)
+            RunBudget.parse(wrong)
     for text in ("1", "a:b", "-1:2"):
         with pytest.raises(ConfigError, match="price"):
             Price.parse(text)

@@ -36,7 +36,7 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class RunBudget:
     """Limits of a run; `None` for no limit."""
 
     tokens: float | None = None
@@ -48,7 +48,7 @@ class Budget:
     price: Price = field(default_factory=Price)
 
     @classmethod
-    def parse(cls, given: Sequence[str], price: str = "") -> Budget:
+    def parse(cls, given: Sequence[str], price: str = "") -> RunBudget:
         """From `kind=amount` texts."""
         limits: dict[str, float] = {}
         for text in given:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from towline.client import Delivered
 from towline.errors import ConfigError
 from towline.schema import Task
-from towline.trainers.curriculum.budget import Budget
+from towline.trainers.curriculum.budget import RunBudget
 from towline.trainers.curriculum.samplers import SamplerName, SamplerOptions, estimates, task_weights
 from towline.trainers.curriculum.store import CurriculumStore, GroupOutcome, Spending
 
@@ -25,7 +25,7 @@ class Curriculum:
     store: CurriculumStore
     sampler: SamplerName = SamplerName.VARIANCE
     options: SamplerOptions = field(default_factory=SamplerOptions)
-    budget: Budget = field(default_factory=Budget)
+    budget: RunBudget = field(default_factory=RunBudget)
     seed: int = 0
     pass_at: float = 1.0
     """The reward from which on a session counts as passed."""
