@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towline.common.data_files import DataFolder, UnsafePath, plain_parts
+from towline.common.untrusted.data_files import DataFolder, UnsafePath, plain_parts
 
 
 def test_files_and_folders_below(tmp_path: Path) -> None:

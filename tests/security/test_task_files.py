@@ -13,7 +13,7 @@ import pytest
 
 from support.security.attack import attack, without
 from support.security.host_reach import SECRET, evil_module, host_reach
-from towline.common import data_files
+from towline.common.untrusted import data_files
 from towline.errors import ConfigError
 from towline.schema import Task
 from towline.schema.trust import EVERYTHING, Grant
@@ -130,7 +130,9 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("path", SPELLINGS.values(), ids=SPELLINGS.keys())
 @attack(
-    "5", "6", guard=without(("towline.common.data_files._is_hidden", None), ("towline.schema.trust.plain_parts", len))
+    "5",
+    "6",
+    guard=without(("towline.common.untrusted.data_files._is_hidden", None), ("towline.schema.trust.plain_parts", len)),
 )
 def test_spellings_that_look_like_paths(home: Path, path: str) -> str | None:
     """Refused as what they look like: nobody who reads the file would know what they name."""
@@ -331,7 +333,7 @@ def test_what_a_harbor_folder_may_not_ask_for(home: Path, toml: str) -> list[str
     return [reached for task in loaded(folder) for reached in host_reach(task)]
 
 
-REGULAR = without(("towline.common.data_files.is_regular", lambda _: True))
+REGULAR = without(("towline.common.untrusted.data_files.is_regular", lambda _: True))
 
 
 @attack("6", guard=REGULAR)
@@ -346,7 +348,7 @@ def test_a_pipe_in_place_of_a_file(home: Path) -> list[str]:
         return [task.instruction for task in loaded(folder)]
 
 
-@attack("6", guard=without(("towline.common.data_files.MAX_TEXT", 2**30)))
+@attack("6", guard=without(("towline.common.untrusted.data_files.MAX_TEXT", 2**30)))
 def test_a_file_without_end(home: Path) -> list[int]:
     path = harbor(home) / "instruction.md"
     os.truncate(path, data_files.MAX_TEXT + 1 if data_files.MAX_TEXT < 2**30 else 2**24 + 1)

@@ -18,8 +18,8 @@ from rich.tree import Tree
 
 from support.security.attack import attack, without
 from towline.cli import terminal
-from towline.common.inert_console import InertConsole
 from towline.common.text import ascii_json
+from towline.common.untrusted.inert_console import InertConsole
 
 HOSTILE = {
     "colour": "\x1b[31mred\x1b[0m",
@@ -85,14 +85,14 @@ def _as_is(text: str) -> str:
     return text
 
 
-@attack("51", guard=without(("towline.common.inert_console.inert", _as_is)))
+@attack("51", guard=without(("towline.common.untrusted.inert_console.inert", _as_is)))
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("way", ["print", "table", "soft"])
 def test_text_acts_on_the_terminal(name: str, way: str) -> Any:
     return _acted_on(_shown(HOSTILE[name], way), HOSTILE[name])
 
 
-@attack("51", guard=without(("towline.common.inert_console.inert", _as_is)))
+@attack("51", guard=without(("towline.common.untrusted.inert_console.inert", _as_is)))
 @pytest.mark.parametrize("way", ["panel", "tree", "live", "progress"])
 def test_text_acts_on_the_terminal_in_every_display(way: str) -> Any:
     return _acted_on(_shown(HOSTILE["csi"], way), HOSTILE["csi"])

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from towline.cli import options, terminal
-from towline.common.inert_console import InertConsole
 from towline.common.text import ascii_json
+from towline.common.untrusted.inert_console import InertConsole
 from towline.config import FILE, Settings, named_file
 from towline.errors import ConfigError
 

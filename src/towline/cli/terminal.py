@@ -15,9 +15,9 @@ from rich.logging import RichHandler
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from towline.common.inert_console import InertConsole
 from towline.common.redaction import redact
 from towline.common.text import inert
+from towline.common.untrusted.inert_console import InertConsole
 from towline.config import LogOutput
 from towline.schema import FailureTally
 

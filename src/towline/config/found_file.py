@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from towline.common.data_files import DataFolder, UnsafePath
+from towline.common.untrusted.data_files import DataFolder, UnsafePath
 from towline.errors import ConfigError
 
 VARIABLE = "TOWLINE_CONFIG"

@@ -1,8 +1,7 @@
 """A session at the gateway: its key, its limits, its conversations, and the turns that answer its requests.
 
-A request becomes one turn (or `n`). Requests are read and planned one at a time, a long one in a thread, and no turn ends
-meanwhile (`planning`), so that none sees half a turn; then it is executed (`towline.gateway.turn`), whatever becomes of its
-connection.
+Requests are read and planned one at a time, a long one in a thread, and no turn ends meanwhile (`planning`); then each
+becomes one turn (or `n`), executed by `towline.gateway.turn` whatever becomes of its connection.
 """
 
 from __future__ import annotations

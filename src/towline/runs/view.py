@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from towline.common.inert_console import InertConsole
 from towline.common.text import visible
+from towline.common.untrusted.inert_console import InertConsole
 from towline.schema import FidelityReport, Reward, RewardStatus, Trace, Trajectory, Turn, TurnRole
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]

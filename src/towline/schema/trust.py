@@ -17,8 +17,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from towline.common.data_files import UnsafePath, plain_parts
 from towline.common.image_references import DEFAULT_REGISTRY, DIGEST, parse_image
+from towline.common.untrusted.data_files import UnsafePath, plain_parts
 from towline.errors import ConfigError
 from towline.schema.entities import Network, SandboxKind
 

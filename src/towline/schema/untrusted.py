@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from towline.common.data_files import UnsafePath
 from towline.common.image_references import DIGEST, parse_image
+from towline.common.untrusted.data_files import UnsafePath
 from towline.schema.entities import SandboxKind, Task
 from towline.schema.trust import (
     UPLOAD,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from towline.common.data_files import UnsafePath
+from towline.common.untrusted.data_files import UnsafePath
 from towline.schema import Task
 from towline.schema.trust import Grant, RootRegistry
 from towline.tasks import harbor, loading

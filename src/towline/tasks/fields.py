@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from towline.common.data_files import DataFolder, UnsafePath
+from towline.common.untrusted.data_files import DataFolder, UnsafePath
 from towline.errors import ConfigError
 from towline.schema import Task
 from towline.schema.trust import DATA_FILES, NOTHING, Admission, Grant, RootRegistry, TaskRefused

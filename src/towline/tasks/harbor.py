@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from towline.common.data_files import MAX_TEXT, DataFolder, UnsafePath
+from towline.common.untrusted.data_files import MAX_TEXT, DataFolder, UnsafePath
 from towline.schema import Task
 from towline.schema.trust import Grant
 from towline.tasks.fields import HARBOR_KEY, SourceLocation, TaskDefaults

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from towline.common.data_files import UnsafePath
+from towline.common.untrusted.data_files import UnsafePath
 from towline.schema import Task
 from towline.schema.trust import Grant, RootRegistry
 from towline.tasks import coding, harbor, swe_layouts

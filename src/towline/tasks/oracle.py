@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from towline.common.data_files import DataFolder, UnsafePath
+from towline.common.untrusted.data_files import DataFolder, UnsafePath
 from towline.schema import File, Task
 from towline.schema.trust import Grant
 from towline.tasks.fields import HARBOR_KEY, SourceLocation, TaskError
