@@ -175,6 +175,9 @@ def test_the_server_knows_ray_and_every_model_server(tmp_path: Path) -> None:
     (server,) = of_kind(objects, "Deployment")
     command = server["spec"]["template"]["spec"]["containers"][0]["command"]
     assert command[:2] == ["towline", "serve"]
+    env = {one["name"]: one.get("value") for one in server["spec"]["template"]["spec"]["containers"][0]["env"]}
+    # The names of the Service, one of which `towline cluster status` prints.
+    assert json.loads(env["TOWLINE_SERVER__ALLOWED_HOSTS"])[:3] == ["towline", "towline.agents", "towline.agents.svc"]
     assert command[-2:] == ["--concurrency", "8"]
     assert command[command.index("--cluster") + 1] == "ray://towline-head-svc:10001"
     upstream = [command[place + 1] for place, word in enumerate(command) if word == "--upstream"]

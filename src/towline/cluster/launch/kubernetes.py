@@ -11,6 +11,7 @@ Values of secrets are in the Secret alone; pods refer to them, each to those tha
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -119,7 +120,8 @@ def _server(settings: Settings, settings_text: str) -> Manifest:
     key["env"] += variables
     server = _container(settings, SERVER, chosen.server_cpus, chosen.server_memory)
     token = {"secretKeyRef": {"name": name, "key": "auth_token"}}
-    server["env"] += [*variables, *_environment(RAY_AUTH_MODE="token"), {"name": "RAY_AUTH_TOKEN", "valueFrom": token}]
+    own = _environment(RAY_AUTH_MODE="token", TOWLINE_SERVER__ALLOWED_HOSTS=json.dumps(_names(settings)))
+    server["env"] += [*variables, *own, {"name": "RAY_AUTH_TOKEN", "valueFrom": token}]
     server |= {
         "command": [*settings.cluster.program, "serve", *_serve_arguments(settings), *settings.cluster.arguments],
         "ports": [{"name": "http", "containerPort": PORT}],
@@ -145,6 +147,13 @@ def _server(settings: Settings, settings_text: str) -> Manifest:
         "template": pod,
     }
     return manifest("apps/v1", "Deployment", f"{name}-server", settings, SERVER, spec=spec)
+
+
+def _names(settings: Settings) -> list[str]:
+    """The names of the Service, under which clients address the server, and those of the operator's settings."""
+    name, namespace = settings.cluster.name, settings.cluster.kubernetes.namespace
+    own = [name, *(f"{name}.{namespace}{end}" for end in ("", ".svc", ".svc.cluster.local"))]
+    return [*own, *settings.server.allowed_hosts]
 
 
 def _serve_arguments(settings: Settings) -> list[str]:
