@@ -62,9 +62,23 @@ def npm_resolved(name: str, recipe: Npm) -> str:
     for where, package in found["packages"].items():
         if where and not package.get("dev"):
             packages[where] = {field: package[field] for field in _KEPT if field in package}
+    _drop_unresolved(packages)
     lock = {"lockfileVersion": 3, "requires": True, "packages": packages}
     check_npm_lock(name, lock)
     return json.dumps(lock, separators=(",", ":"))
+
+
+def _drop_unresolved(packages: dict[str, Any]) -> None:
+    """Forget optional dependencies that the registry does not have: `npm ci` wants every package that a lock names.
+
+    They are binaries of other platforms; an install there needs a lock from a registry that has them.
+    """
+    known = {where.rpartition("node_modules/")[2] for where in packages}
+    for package in packages.values():
+        optional = package.get("optionalDependencies", {})
+        kept = {name: version for name, version in optional.items() if name in known}
+        if kept != optional:
+            package["optionalDependencies"] = kept
 
 
 def _split(package: str) -> tuple[str, str]:
