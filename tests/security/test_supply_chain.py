@@ -130,7 +130,7 @@ def test_a_registry_that_serves_another_file(tmp_path: Path, monkeypatch: pytest
     target = tmp_path / "target"
     with lock_of(tmp_path / "locks", "greeter.pypi.xz", line + "\n"):
         try:
-            pip_locked(Path(sys.executable), "greeter", ["greeter==1.0"], target, tmp_path)
+            pip_locked(Path(sys.executable), locks.pypi_lock("greeter", ["greeter==1.0"]), target, tmp_path)
         except InstallError:
             return False
     return (target / "greeter.py").read_text() == "evil = True\n"
@@ -161,8 +161,8 @@ async def test_an_install_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (package / "package.json").write_text(json.dumps({"scripts": {"postinstall": f"{script}; true"}}))
         removed = without(
             (
-                "towline.harnesses.install_scripts.sandboxed",
-                lambda folder, inside, workdir, script, event, rules: ["sh", "-c", f"cd {package} && {script}"],
+                "towline.harnesses.install_scripts.sandbox_options",
+                lambda rules, options, variables: ["env", "-C", str(package)],
             ),
             ("towline.harnesses.toolchain.bare_environment", lambda: dict(os.environ)),
         )

